@@ -1,0 +1,53 @@
+# make demo    attention on real input, checked against float64       make lint    ruff and mypy
+# make test    the whole test suite                                   make clean   remove .venv and build products
+#
+# Every target sets up .venv by itself, once, and again when pyproject.toml changes. Variables:
+#   PYTHON           the Python (3.10 or newer) that .venv is made with          default: python3
+#   TORCH            what `pip install` gets for torch before everything else    default: without an NVIDIA driver
+#                    torch==$(CPU_TORCH_VERSION); with one nothing, so that pip picks the build with CUDA
+#   TORCH_INDEX_URL  index that TORCH is taken from, for example one with CPU builds (PyPI's own are CUDA builds)
+#   TEST_ARGS        more arguments for pytest, for example TEST_ARGS="-k window"
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+CPU_TORCH_VERSION := 2.13.0
+HAS_GPU := $(shell (nvidia-smi -L || ls /dev/nvidia0) >/dev/null 2>&1 && echo yes)
+TORCH ?= $(if $(HAS_GPU),,torch==$(CPU_TORCH_VERSION))
+PIP_INSTALL := $(BIN)/python -m pip --disable-pip-version-check install --quiet
+
+.PHONY: demo test lint format types setup clean
+
+demo: setup
+	$(BIN)/python -m fa4 demo
+
+test: setup
+	$(BIN)/python -m pytest -n 2 $(TEST_ARGS)
+
+lint: setup types
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+format: setup
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+# mypy must see the modules under the names they are installed as, and kernels/ and pipelines/ are installed inside fa4.
+types: setup
+	rm -rf build/types && mkdir -p build/types/fa4
+	ln -s $(CURDIR)/fa4/* $(CURDIR)/kernels $(CURDIR)/pipelines build/types/fa4/
+	cd build/types && $(CURDIR)/$(BIN)/mypy --config-file $(CURDIR)/pyproject.toml \
+	    --cache-dir $(CURDIR)/.mypy_cache -p fa4
+
+setup: $(VENV)/.installed
+
+$(VENV)/.installed: pyproject.toml
+	@$(PYTHON) -c 'import sys; sys.version_info >= (3, 10) or sys.exit( \
+	    "fa4 needs Python 3.10 or newer; name one with PYTHON=... ($(PYTHON) is " + sys.version + ")")'
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(if $(TORCH),$(PIP_INSTALL) $(if $(TORCH_INDEX_URL),--index-url $(TORCH_INDEX_URL)) '$(TORCH)')
+	$(PIP_INSTALL) --editable '.[test,dev]'
+	touch $@
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache

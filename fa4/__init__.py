@@ -1,0 +1,26 @@
+"""fa4: exact attention kernels for NVIDIA Hopper and Blackwell, written in CuTe-DSL.
+
+    out = fa4.flash_attn_func(q, k, v, causal=True)
+
+Importing needs no GPU, no driver and no compiler. See `flash_attn_func` for the semantics,
+`explain` for which kernel answers a call, and ``python -m fa4`` for the command line.
+"""
+
+from fa4.attention import explain, flash_attn_func, flash_attn_varlen_func
+from fa4.checked import checked
+from fa4.dispatch import Decision, FallbackWarning, UnsupportedProblemError
+from fa4.problem import AttentionProblem
+from fa4.versions import fa4_version
+
+__version__ = fa4_version()
+
+__all__ = [
+    "AttentionProblem",
+    "Decision",
+    "FallbackWarning",
+    "UnsupportedProblemError",
+    "checked",
+    "explain",
+    "flash_attn_func",
+    "flash_attn_varlen_func",
+]

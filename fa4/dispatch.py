@@ -1,0 +1,231 @@
+"""Which kernel and schedule answer a problem on a device, or every reason why none does."""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from fa4.compiler import KernelSpec
+from fa4.kernels.features import ForwardFeatures, head_dim_class
+from fa4.pipelines import sm90
+from fa4.problem import AttentionProblem
+
+# Compute capability -> compilation target.
+ARCHITECTURES = {(9, 0): "sm_90a", (10, 0): "sm_100a", (10, 3): "sm_103a"}
+ARCHITECTURE_NAMES = {"sm_90a": "Hopper", "sm_100a": "Blackwell", "sm_103a": "Blackwell Ultra"}
+
+MAX_TILES = 2**31 - 1  # CTAs along the one grid dimension that is used
+
+
+class FallbackWarning(UserWarning):
+    """A call is answered by the exact PyTorch reference because no kernel answers it."""
+
+
+class UnsupportedProblemError(NotImplementedError):
+    """backend="fa4" was asked for and no kernel answers the problem; the message says why."""
+
+
+@dataclass(frozen=True)
+class Capability:
+    """What the kernels of one architecture answer. The documentation's table is made from these.
+
+    An empty ``dtypes`` means that nothing is built for the architecture yet.
+    """
+
+    operation: str
+    arch: str
+    dtypes: tuple[str, ...] = ()
+    head_dim_max: int = 0
+    head_dim_multiple: int = 8
+    sink_dtypes: tuple[str, ...] = ()
+    needs_grad: bool = False
+    entry: str = ""
+    schedule: Callable[[ForwardFeatures], sm90.ForwardSchedule] | None = None
+
+
+CAPABILITIES = (
+    Capability(
+        operation="forward",
+        arch="sm_90a",
+        dtypes=("bf16", "fp16"),
+        head_dim_max=256,
+        sink_dtypes=("fp32", "bf16", "fp16"),
+        entry="fa4.kernels.sm90.forward:compile_forward",
+        schedule=sm90.forward_schedule,
+    ),
+    Capability(operation="forward", arch="sm_100a"),
+    Capability(operation="forward", arch="sm_103a"),
+)
+
+
+@dataclass(frozen=True)
+class Decision:
+    """How a problem is answered; `str` of it is a text for people.
+
+    problem  what was asked
+    backend  "fa4" or "reference"
+    kernel   the kernel that will run, None for the reference
+    reasons  why each kernel was refused, in words a user can act on; empty for a kernel
+    """
+
+    problem: AttentionProblem
+    backend: str
+    kernel: KernelSpec | None = None
+    reasons: tuple[str, ...] = ()
+
+    @property
+    def kernel_name(self) -> str | None:
+        """The name a profiler shows."""
+        if self.kernel is None:
+            return None
+        schedule = self.kernel.schedule
+        return f"{self.kernel.name}_{getattr(schedule, 'name', '')}".rstrip("_")
+
+    def __str__(self) -> str:
+        lines = [f"problem   {self.problem}"]
+        if self.kernel is None:
+            lines.append("answer    reference (exact attention in PyTorch)")
+            lines += [f"because   {reason}" for reason in self.reasons]
+        else:
+            schedule = self.kernel.schedule
+            lines.append(f"answer    kernel {self.kernel_name} for {self.kernel.arch}")
+            if isinstance(schedule, sm90.ForwardSchedule):
+                lines.append(f"schedule  {schedule.description}")
+        return "\n".join(lines)
+
+
+def decide(problem: AttentionProblem, arch: str | None, device: str = "this device") -> Decision:
+    """Choose the kernel for a problem on an architecture; pure, and the same on any machine.
+
+    arch    target such as "sm_90a"; None where kernels cannot run at all
+    device  words for the device, used in the reasons
+    """
+    if not problem.has_queries or not problem.has_keys:
+        # Nothing to multiply: zeros and -inf, and TMA cannot describe an empty tensor.
+        return Decision(problem, "reference", reasons=("there are no queries or no keys",))
+    capability = next((c for c in CAPABILITIES if c.arch == arch), None)
+    if capability is None:
+        supported = ", ".join(
+            f"{major}.{minor} ({ARCHITECTURE_NAMES[name]})"
+            for (major, minor), name in ARCHITECTURES.items()
+        )
+        return Decision(
+            problem,
+            "reference",
+            reasons=(f"{device} has no kernels; they need compute capability {supported}",),
+        )
+    reasons = _refusals(problem, capability)
+    if reasons:
+        return Decision(problem, "reference", reasons=reasons)
+    features = features_of(problem)
+    assert capability.schedule is not None and arch is not None
+    schedule = capability.schedule(features)
+    tiles = num_tiles(problem, schedule.tile_m)
+    if tiles > MAX_TILES:
+        reason = f"the problem has {tiles} query tiles; one launch holds {MAX_TILES}"
+        return Decision(problem, "reference", reasons=(reason,))
+    return Decision(problem, "fa4", KernelSpec(capability.entry, arch, features, schedule))
+
+
+def features_of(problem: AttentionProblem) -> ForwardFeatures:
+    """The compile-time part of a problem."""
+    if problem.softcap > 0.0:
+        score = "softcap"
+    else:
+        score = "plain" if problem.softmax_scale > 0.0 else "scaled"
+    return ForwardFeatures(
+        dtype=problem.dtype,
+        head_dim=head_dim_class(problem.head_dim),
+        head_dim_v=head_dim_class(problem.head_dim_v),
+        has_left_bound=problem.window_left is not None,
+        has_right_bound=problem.window_right is not None,
+        score=score,
+        sink_dtype=problem.sink_dtype,
+        packed_q=problem.packed_q,
+        packed_k=problem.packed_k,
+        has_seqused_q=problem.has_seqused_q,
+        has_seqused_k=problem.has_seqused_k,
+    )
+
+
+def num_tiles(problem: AttentionProblem, tile_m: int) -> int:
+    """Query tiles of a launch; for packed queries the slots of `kernels.blocks.tile_order`."""
+    if problem.packed_q:
+        return (problem.seqlen_q // tile_m + problem.batch + 1) * problem.heads_q
+    return -(-problem.seqlen_q // tile_m) * problem.heads_q * problem.batch
+
+
+def _refusals(problem: AttentionProblem, capability: Capability) -> tuple[str, ...]:
+    """Every condition of a capability that a problem does not meet, each as a clause."""
+    name = ARCHITECTURE_NAMES[capability.arch]
+    if not capability.dtypes:
+        return (f"no {name} kernel is built yet",)
+    reasons = []
+    if problem.dtype not in capability.dtypes:
+        reasons.append(f"dtype {problem.dtype} is not one of {', '.join(capability.dtypes)}")
+    for argument in ("head_dim", "head_dim_v"):
+        dim = getattr(problem, argument)
+        if dim % capability.head_dim_multiple or dim > capability.head_dim_max:
+            reasons.append(
+                f"{argument}={dim} is not a multiple of {capability.head_dim_multiple} "
+                f"up to {capability.head_dim_max}"
+            )
+    if problem.sink_dtype is not None and problem.sink_dtype not in capability.sink_dtypes:
+        reasons.append(
+            f"a {problem.sink_dtype} sink is not one of {', '.join(capability.sink_dtypes)}"
+        )
+    if problem.needs_grad and not capability.needs_grad:
+        reasons.append(f"gradients are asked for and the {name} backward is not built yet")
+    if problem.layout_fault is not None:
+        reasons.append(problem.layout_fault)
+    return tuple(reasons)
+
+
+@functools.lru_cache(maxsize=None)
+def architecture_of(device: torch.device) -> tuple[str | None, str]:
+    """(compilation target or None, words for the device)."""
+    if device.type != "cuda":
+        return None, f"a {device.type} device"
+    capability = torch.cuda.get_device_capability(device)
+    name = torch.cuda.get_device_name(device)
+    words = f"{name} (compute capability {capability[0]}.{capability[1]})"
+    return ARCHITECTURES.get(capability), words
+
+
+_warned: set[tuple[str, ...]] = set()
+
+
+def warn_of_fallback(decision: Decision) -> None:
+    """One warning for each distinct set of reasons; nothing for a problem without work."""
+    if not decision.problem.has_queries or not decision.problem.has_keys:
+        return
+    if decision.reasons not in _warned:
+        _warned.add(decision.reasons)
+        warnings.warn(
+            f"attention is computed by the PyTorch reference: {'; '.join(decision.reasons)}.",
+            FallbackWarning,
+            stacklevel=5,
+        )
+
+
+def support_table() -> list[dict[str, str]]:
+    """Rows of the documentation's support table, from `CAPABILITIES`."""
+    rows = []
+    for capability in CAPABILITIES:
+        built = bool(capability.dtypes)
+        dims = f"multiples of {capability.head_dim_multiple} up to {capability.head_dim_max}"
+        rows.append(
+            {
+                "operation": capability.operation,
+                "architecture": f"{ARCHITECTURE_NAMES[capability.arch]} ({capability.arch})",
+                "dtypes": ", ".join(capability.dtypes) if built else "not built yet",
+                "head_dim, head_dim_v": f"{dims}, each" if built else "",
+                "sink dtypes": ", ".join(capability.sink_dtypes),
+                "gradients": "yes" if capability.needs_grad else "no",
+            }
+        )
+    return rows

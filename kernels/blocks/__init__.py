@@ -1,0 +1,1 @@
+"""Pieces that several kernels use and no architecture owns."""

@@ -1,0 +1,59 @@
+"""Register views of wgmma accumulators (m64nNk16, one warpgroup)."""
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import BFloat16, Float16, Int32
+
+PACKED_TYPE = {BFloat16: "bf16x2", Float16: "f16x2"}
+
+
+@cute.jit
+def by_row(acc: cute.Tensor):
+    """View an accumulator ((2, 2, N/8), 1, N') as (2 rows, columns of this thread).
+
+    Of the 64 rows, warp w and lane l hold 16w + l/4 and 16w + l/4 + 8; column c of the view is
+    column 8 (c/2) + 2 (l%4) + c%2 of the tile (PTX ISA, wgmma register fragments).
+    """
+    (pair, rows, octets), ms, ns = acc.layout.shape
+    (pair_stride, row_stride, octet_stride), m_stride, n_stride = acc.layout.stride
+    return cute.make_tensor(
+        acc.iterator,
+        cute.make_layout(
+            ((rows, ms), (pair, octets, ns)),
+            stride=((row_stride, m_stride), (pair_stride, octet_stride, n_stride)),
+        ),
+    )
+
+
+@cute.jit
+def as_operand_a(acc: cute.Tensor):
+    """View an accumulator-shaped fragment as the A operand ((2, 2, 2), M, K) of the next wgmma.
+
+    Both fragments give a thread the same rows, and two neighbouring octets of columns are the
+    sixteen of one k-step: the view moves every second octet into the operand, no data moves.
+    """
+    split = cute.logical_divide(acc.layout, ((None, None, 2), None, None))
+    (r, c, (pair, rest)), m, n = split.shape
+    (rs, cs, (ps, ts)), ms, ns = split.stride
+    return cute.make_tensor(
+        acc.iterator,
+        cute.make_layout(((r, c, pair), m, (rest, n)), stride=((rs, cs, ps), ms, (ts, ns))),
+    )
+
+
+@cute.jit
+def round_into(rounded: cute.Tensor, acc: cute.Tensor):
+    """rounded := acc, fp32 to bf16 or fp16, round to nearest even, both in the same layout.
+
+    Written as PTX on purpose. With a plain conversion LLVM moves it across the loop: the fp32
+    scores of one block then stay live beside those of the next, and ptxas, out of registers,
+    serialises every wgmma of the loop (seen at d128 x 128, d64 and d256).
+    """
+    packed = cute.recast_tensor(rounded, Int32)
+    kind = PACKED_TYPE[rounded.element_type]
+    for i in cutlass.range_constexpr(cute.size(packed)):
+        packed[i] = cute.arch.inline_ptx(
+            f"cvt.rn.{kind}.f32 {{$w0}}, {{$r0}}, {{$r1}};",
+            write_only_types=[Int32],
+            read_only_args=[acc[2 * i + 1], acc[2 * i]],
+        )

@@ -1,0 +1,91 @@
+"""What a kernel must be able to do: the part of a problem that changes generated code.
+
+A record here, the schedule and the architecture identify one compiled kernel. Batch, lengths,
+head counts, strides, the exact head dims, the scale, the softcap and the window bounds are run-time
+arguments: none of them may appear here. No import of the DSL, so dispatch and the cache can use it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+# Head dims are rounded up to one of these; TMA fills the rest with zeros and clips the store.
+HEAD_DIM_CLASSES = (64, 96, 128, 192, 256)
+
+DTYPES = ("bf16", "fp16")
+SINK_DTYPES = (None, "fp32", "bf16", "fp16")
+
+# How scores become softmax exponents.
+#   plain    softmax_scale > 0 is folded into the exponent: one FMA an element
+#   scaled   scores are multiplied first; needed where the scale is 0 or negative, because the
+#            running maximum of unscaled scores would then not be the maximum of the scaled ones
+#   softcap  softcap * tanh(scale * score / softcap)
+SCORE_TRANSFORMS = ("plain", "scaled", "softcap")
+
+
+def head_dim_class(head_dim: int) -> int:
+    """Smallest compiled head dim that holds ``head_dim`` (8 to 256)."""
+    for padded in HEAD_DIM_CLASSES:
+        if head_dim <= padded:
+            return padded
+    raise ValueError(f"head_dim={head_dim} is above the largest class {HEAD_DIM_CLASSES[-1]}")
+
+
+@dataclass(frozen=True)
+class ForwardFeatures:
+    """Compile-time features of a forward kernel.
+
+    dtype            of q, k, v and the output: "bf16" or "fp16"
+    head_dim         of q and k, rounded up by `head_dim_class`
+    head_dim_v       of v and the output, likewise
+    has_left_bound   rows see nothing left of a bound (window_size[0])
+    has_right_bound  rows see nothing right of a bound (causal, window_size[1])
+    score            one of `SCORE_TRANSFORMS`
+    sink_dtype       dtype of the sink logits, None where there are none
+    packed_q         q, the output and the LSE are packed with cu_seqlens_q
+    packed_k         k and v are packed with cu_seqlens_k
+    has_seqused_q    the used query length of each sequence is read from memory
+    has_seqused_k    likewise for keys
+    """
+
+    dtype: str
+    head_dim: int
+    head_dim_v: int
+    has_left_bound: bool = False
+    has_right_bound: bool = False
+    score: str = "plain"
+    sink_dtype: str | None = None
+    packed_q: bool = False
+    packed_k: bool = False
+    has_seqused_q: bool = False
+    has_seqused_k: bool = False
+
+    def __post_init__(self) -> None:
+        for name, allowed in (
+            ("dtype", DTYPES),
+            ("head_dim", HEAD_DIM_CLASSES),
+            ("head_dim_v", HEAD_DIM_CLASSES),
+            ("score", SCORE_TRANSFORMS),
+            ("sink_dtype", SINK_DTYPES),
+        ):
+            if getattr(self, name) not in allowed:
+                raise ValueError(f"{name}={getattr(self, name)!r} is not one of {allowed}")
+
+    @property
+    def name(self) -> str:
+        """Short identifier that a profiler and a cache listing show, such as ``bf16_d128_right``."""
+        parts = [self.dtype, f"d{self.head_dim}"]
+        if self.head_dim_v != self.head_dim:
+            parts.append(f"dv{self.head_dim_v}")
+        if self.has_left_bound:
+            parts.append("left")
+        if self.has_right_bound:
+            parts.append("right")
+        if self.score != "plain":
+            parts.append(self.score)
+        if self.sink_dtype is not None:
+            parts.append(f"sink{self.sink_dtype}")
+        for flag in ("packed_q", "packed_k", "seqused_q", "seqused_k"):
+            if getattr(self, flag if flag.startswith("packed") else f"has_{flag}"):
+                parts.append(flag.replace("_", ""))
+        return "_".join(parts)

@@ -1,0 +1,1 @@
+"""Hopper kernels (sm_90a)."""

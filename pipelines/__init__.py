@@ -1,0 +1,1 @@
+"""Schedules: what a kernel's tiles, stages, warp roles and registers are, and which one is best."""
