@@ -14,7 +14,7 @@ BIN := $(VENV)/bin
 CPU_TORCH_VERSION := 2.13.0
 HAS_GPU := $(shell (nvidia-smi -L || ls /dev/nvidia0) >/dev/null 2>&1 && echo yes)
 TORCH ?= $(if $(HAS_GPU),,torch==$(CPU_TORCH_VERSION))
-PIP_INSTALL := $(BIN)/python -m pip --disable-pip-version-check install --quiet
+PIP_INSTALL := $(BIN)/python -m pip --disable-pip-version-check install --quiet --quiet
 
 .PHONY: demo test lint format types setup clean
 
@@ -24,9 +24,10 @@ demo: setup
 test: setup
 	$(BIN)/python -m pytest -n 2 $(TEST_ARGS)
 
-lint: setup types
+lint: setup
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(MAKE) --no-print-directory types
 
 format: setup
 	$(BIN)/ruff check --fix .
@@ -35,9 +36,8 @@ format: setup
 # mypy must see the modules under the names they are installed as, and kernels/ and pipelines/ are installed inside fa4.
 types: setup
 	rm -rf build/types && mkdir -p build/types/fa4
-	ln -s $(CURDIR)/fa4/* $(CURDIR)/kernels $(CURDIR)/pipelines build/types/fa4/
-	cd build/types && $(CURDIR)/$(BIN)/mypy --config-file $(CURDIR)/pyproject.toml \
-	    --cache-dir $(CURDIR)/.mypy_cache -p fa4
+	cd build/types/fa4 && ln -s ../../../fa4/* ../../../kernels ../../../pipelines .
+	cd build/types && ../../$(BIN)/mypy --config-file ../../pyproject.toml --cache-dir ../../.mypy_cache -p fa4
 
 setup: $(VENV)/.installed
 

@@ -7,7 +7,7 @@ Importing needs no GPU, no driver and no compiler. See `flash_attn_func` for the
 """
 
 from fa4.attention import explain, flash_attn_func, flash_attn_varlen_func
-from fa4.checked import checked
+from fa4.checked_mode import checked
 from fa4.dispatch import Decision, FallbackWarning, UnsupportedProblemError
 from fa4.problem import AttentionProblem
 from fa4.versions import fa4_version

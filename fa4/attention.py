@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fa4 import checked
+from fa4.checked_mode import check_varlen, is_checked
 from fa4.dispatch import (
     Decision,
     UnsupportedProblemError,
@@ -151,8 +151,8 @@ def flash_attn_varlen_func(
     if block_table is not None:
         raise NotImplementedError("block_table is given, but paged keys are not built yet.")
     lengths = _Lengths(cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k)
-    if checked.is_checked():
-        checked.check_varlen(
+    if is_checked():
+        check_varlen(
             q=q,
             k=k,
             max_seqlen_q=max_seqlen_q,

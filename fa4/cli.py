@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from fa4 import compiler, dispatch, versions
-from fa4.checked import is_checked
+from fa4.checked_mode import is_checked
 from fa4.problem import DTYPE_NAMES, AttentionProblem, describe_problem
 
 DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
@@ -397,8 +397,8 @@ that into an error.
 
 Every kernel listed takes every mask (causal, window, both), softcap, softmax scales of any sign,
 any ratio of `heads_q` to `heads_kv`, dense and packed tensors with or without `seqused`, and
-lengths from 0. Tensors need a unit stride in the last dimension; their other strides and their addresses
-must be multiples of 16 bytes.
+lengths from 0. Tensors need a unit stride in the last dimension; their other strides and their
+addresses must be multiples of 16 bytes.
 
 The reference takes fp64, fp32, bf16 and fp16, every head dimension, and gives gradients.
 """

@@ -72,8 +72,8 @@ class KernelSpec:
 
     entry     "package.module:function", called as function(features, schedule, arch); it returns
               what cute.compile(..., options=f"--enable-tvm-ffi --gpu-arch {arch}") returned.
-              Adding no_jit_engine=True to that call saves a third of the time: code is always
-              loaded from the export, never from the compiler's own engine
+              The call should say no_jit_engine=True, which saves 0.3 s of the forward kernel's
+              2.8 s: code is loaded from the export, never from the compiler's own engine
     arch      target such as "sm_90a" or "sm_100a"
     features  what the kernel can do: dtype, head dim class, masks, ...
     schedule  how it does it: tiles, stages, warp roles, ...

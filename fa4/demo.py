@@ -21,6 +21,7 @@ from torch import Tensor
 
 from fa4.attention import explain, flash_attn_func
 from fa4.compiler import KernelCompileError, compile_kernel
+from fa4.dispatch import architecture_of
 from fa4.online_softmax import tiled_attention
 from fa4.versions import DependencyError
 
@@ -116,17 +117,22 @@ def computations(inputs: Inputs) -> Iterator[tuple[str, Call]]:
     """Everything on this machine that computes attention: a name that says where, and a call."""
     q, k, v = inputs.q, inputs.k, inputs.v
 
-    def by(backend: str, *tensors: Tensor) -> Call:
-        return lambda: flash_attn_func(*tensors, causal=True, return_lse=True, backend=backend)
+    def by(backend: str, device: str) -> Call:
+        def call() -> tuple[Tensor, Tensor]:
+            tensors = [x.to(device) for x in (q, k, v)]
+            result = flash_attn_func(*tensors, causal=True, return_lse=True, backend=backend)
+            assert isinstance(result, tuple)
+            return result
+
+        return call
 
     if torch.cuda.is_available():
-        on_gpu = [x.cuda() for x in (q, k, v)]
         device = torch.cuda.get_device_name()
-        decision = explain(*on_gpu, causal=True)
+        decision = explain(q.cuda(), k.cuda(), v.cuda(), causal=True)
         if decision.kernel is not None:
-            yield f"kernel {decision.kernel_name} on {device}", by("fa4", *on_gpu)
-        yield f"reference (PyTorch) on {device}", by("reference", *on_gpu)
-    yield "reference (PyTorch) on the CPU", by("reference", q, k, v)
+            yield f"kernel {decision.kernel_name} on {device}", by("fa4", "cuda")
+        yield f"reference (PyTorch) on {device}", by("reference", "cuda")
+    yield "reference (PyTorch) on the CPU", by("reference", "cpu")
     tiled = functools.partial(tiled_attention, q, k, v, tile_m=128, tile_n=128, causal=True)
     yield "tiled online softmax (PyTorch) on the CPU", tiled
 
@@ -205,7 +211,8 @@ def run(num_tokens: int | None = None) -> int:
         f"bf16; errors are against float64\n"
     )
     passed = check(inputs)
-    if not has_gpu or explain(*(x.cuda() for x in inputs[1:]), causal=True).kernel is None:
+    arch, _ = architecture_of(torch.device("cuda" if has_gpu else "cpu"))
+    if explain(inputs.q, inputs.k, inputs.v, causal=True, arch=arch).kernel is None:
         passed = compile_without_running(inputs) and passed
     print(f"\n{'PASS' if passed else 'FAIL'} ({time.perf_counter() - start:.1f} s)")
     return 0 if passed else 1

@@ -276,9 +276,7 @@ def _check_rank(name: str, tensor: Tensor, packed: bool) -> None:
         raise ValueError(f"{name} has {tensor.shape[-3]} rows; the most is {MAX_ROWS}.")
 
 
-def _batch(
-    q: Tensor, k: Tensor, cu_seqlens_q: Tensor | None, cu_seqlens_k: Tensor | None
-) -> int:
+def _batch(q: Tensor, k: Tensor, cu_seqlens_q: Tensor | None, cu_seqlens_k: Tensor | None) -> int:
     sides = []
     for name, tensor, cu_seqlens in (("q", q, cu_seqlens_q), ("k", k, cu_seqlens_k)):
         if cu_seqlens is None:
@@ -292,9 +290,7 @@ def _batch(
             sides.append((f"len(cu_seqlens_{name}) - 1", len(cu_seqlens) - 1))
     (name_q, batch), (name_k, batch_k) = sides
     if batch != batch_k:
-        raise ValueError(
-            f"the batch sizes differ: {name_q} is {batch} and {name_k} is {batch_k}."
-        )
+        raise ValueError(f"the batch sizes differ: {name_q} is {batch} and {name_k} is {batch_k}.")
     return batch
 
 

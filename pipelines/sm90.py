@@ -59,11 +59,16 @@ class ForwardSchedule:
         return (1 + self.consumer_warpgroups) * WARPGROUP
 
     @property
+    def q_slab(self) -> int:
+        """Elements of shared memory for one warpgroup's Q, and for its O where that shares it."""
+        return 64 * (max(self.head_dim, self.head_dim_v) if self.o_shares_q else self.head_dim)
+
+    @property
     def smem_bytes(self) -> int:
         """Shared memory of a CTA: barriers, Q and O (or one for both), K and V stages."""
-        q = self.tile_m * self.head_dim
-        o = self.tile_m * self.head_dim_v
-        q_and_o = max(q, o) if self.o_shares_q else q + o
+        q_and_o = self.consumer_warpgroups * self.q_slab
+        if not self.o_shares_q:
+            q_and_o += self.tile_m * self.head_dim_v
         kv = self.stages * self.tile_n * (self.head_dim + self.head_dim_v)
         return BARRIER_BYTES + ELEMENT_BYTES * (q_and_o + kv)
 

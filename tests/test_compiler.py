@@ -6,6 +6,7 @@ and is the one that was asked for. Cases C70 to C79 as far as they need no GPU.
 """
 
 import errno
+import functools
 import importlib.metadata
 import json
 import os
@@ -160,14 +161,14 @@ import json, sys, time
 import torch
 from fa4 import compiler
 from tests.tiny_kernel import tiny_spec
-spec, x = tiny_spec(), torch.zeros(4)
+spec = tiny_spec()
 start = time.perf_counter()
 function = compiler.get_kernel(spec)
-try:
-    function(x, x)
+seconds = time.perf_counter() - start
+try:  # apart from the timing: TVM-FFI's first error costs 0.6 s, for its backtrace
+    function(torch.zeros(4), torch.zeros(4))
 except ValueError as error:
     refusal = str(error)
-seconds = time.perf_counter() - start
 print(json.dumps([seconds, "cutlass" in sys.modules, compiler.compile_count(), refusal]))
 """
     runs = [run_python(script) for _ in range(3)]
@@ -716,16 +717,32 @@ def test_without_file_locks_each_process_compiles(monkeypatch: pytest.MonkeyPatc
     assert compiler.compile_kernel(tiny_spec(constant=2)).path is not None
 
 
-# argv: seconds. Stores the same key again and again, each time with other code of 2 MB.
+# argv: seconds. Stores one key again and again, each time with other code of 2 MB.
 WRITER = """
 import os, sys, time
 from fa4.disk_cache import KernelKey, store_entry
 key = KernelKey("loop", "sm_90a", {"case": "C74"})
 end = time.monotonic() + float(sys.argv[1])
-print("writing", flush=True)
 while time.monotonic() < end:
     assert store_entry(key, os.urandom(2_000_000), is_library=True) is not None
 print(0)
+"""
+# Likewise, by children that are killed after 5 to 30 ms. Prints how many.
+DYING_WRITERS = """
+import os, random, signal, sys, time
+from fa4.disk_cache import KernelKey, store_entry
+key = KernelKey("loop", "sm_90a", {"case": "C74"})
+end = time.monotonic() + float(sys.argv[1])
+kills = 0
+while time.monotonic() < end:
+    child = os.fork()
+    while child == 0:
+        store_entry(key, os.urandom(2_000_000), is_library=True)
+    time.sleep(random.uniform(0.005, 0.03))
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    kills += 1
+print(kills)
 """
 READER = """
 import json, sys, time
@@ -745,25 +762,16 @@ print(json.dumps([problems, len(codes)]))
 
 
 def test_readers_never_see_a_partial_entry_while_writers_write_and_die(cache: Path) -> None:
-    """C74 in short: 5 s, two writers of which one is killed in the middle again and again."""
-    seconds = 5
-    readers = [start_python(READER, seconds) for _ in range(2)]
-    steady = start_python(WRITER, seconds)
-    kills = 0
-    end = time.monotonic() + seconds
-    while time.monotonic() < end:
-        victim = start_python(WRITER, seconds)
-        assert victim.stdout is not None
-        assert victim.stdout.readline() == "writing\n"
-        time.sleep(0.02)
-        victim.kill()
-        victim.communicate()
-        kills += 1
-    assert finish(steady) == 0
+    """C74, for 5 s."""
+    writer, dying, *readers = (
+        start_python(script, 5) for script in (WRITER, DYING_WRITERS, READER, READER)
+    )
     for problems, versions in map(finish, readers):
         assert problems == []
-        assert versions > 1  # they did read while it was being replaced
-    assert kills >= 2
+        assert versions > 5  # they did read while it was being replaced
+    assert finish(writer) == 0
+    assert finish(dying) > 5
+    assert list(cache.glob(".*.tmp"))  # some were killed in the middle of a write
     assert [entry.problem for entry in disk_cache.cache_entries()] == [None]
 
 
@@ -828,7 +836,7 @@ def test_threads_with_different_first_calls_all_get_their_kernel() -> None:
         tiny_spec("int32", threads=64, arch="sm_100a"),
     ]
     counts = Counts()
-    functions = in_threads([lambda spec=spec: compiler.get_kernel(spec) for spec in specs])
+    functions = in_threads([functools.partial(compiler.get_kernel, spec) for spec in specs])
     assert counts.compiles == 4
     for dtype, function in zip(["float32", "float16", "int32", "int32"], functions, strict=True):
         assert f"x: Tensor([n0], {dtype})" in signature(function)

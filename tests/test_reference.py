@@ -220,7 +220,7 @@ def problems(draw) -> Problem:
     )
 
 
-PROPERTY = settings(max_examples=200, deadline=None)
+PROPERTY = settings(max_examples=300, deadline=None)
 
 
 @PROPERTY
@@ -235,7 +235,8 @@ def test_every_option_matches_loops_and_unread_rows_may_hold_nan(problem):
 @PROPERTY
 @given(problems(), st.integers(0, 2**31))
 def test_gradients_match_finite_differences_and_are_zero_for_unread_rows(problem, seed):
-    """Directional derivative of a random function of out and lse, in every differentiable input.
+    """Directional derivative of a random function of out and lse, in every differentiable input
+    (the sink as in C57, through the LSE as in C58).
 
     What must not be read holds NaN: rows of q, k, v, and the incoming gradients of those rows.
     """

@@ -5,9 +5,6 @@
 
 Lengths lie on the device, and reading them waits for it. So the normal mode does not, and a wrong
 entry makes it read or skip rows in silence. Checked mode reads them at every call.
-
-`fa4.checked` is the context manager of this module: inside the package, import names from here
-(``from fa4.checked import is_checked``), not through the attribute ``fa4.checked``.
 """
 
 import contextlib
@@ -143,9 +140,10 @@ def _check_cumulative(side: str, cu_seqlens: Tensor, rows: int) -> None:
     decrease = _first(cu_seqlens.diff() < 0)
     beyond = _first(cu_seqlens > rows)
     if decrease is not None and (beyond is None or decrease + 1 < beyond):
+        before, after = cu_seqlens[decrease], cu_seqlens[decrease + 1]
         raise ValueError(
-            f"{name}[{decrease + 1}] is {cu_seqlens[decrease + 1]}, below {name}[{decrease}], which "
-            f"is {cu_seqlens[decrease]}; cumulative lengths must never decrease."
+            f"{name}[{decrease + 1}] is {after}, below {name}[{decrease}], which is {before}; "
+            "cumulative lengths must never decrease."
         )
     if beyond is not None:
         raise ValueError(
