@@ -10,6 +10,7 @@ find its end in a table, so that an inference call costs a few microseconds of h
 from __future__ import annotations
 
 import operator
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -28,7 +29,7 @@ from fa4.problem import DTYPE_NAMES, AttentionProblem, describe_problem
 from fa4.reference import attention_reference
 
 BACKENDS = ("auto", "fa4", "reference")
-Window = tuple[int | None, int | None]
+Window = Sequence[int | None]
 
 
 def flash_attn_func(
@@ -79,11 +80,11 @@ def flash_attn_func(
     Method: Dao 2023 (FlashAttention-2); on Hopper Shah et al. 2024 (FlashAttention-3).
     """
     return _attend(
-        _Lengths(),
-        _Options(
+        _DENSE,
+        (
             softmax_scale,
             causal,
-            window_size,
+            tuple(window_size) if type(window_size) is list else window_size,
             softcap,
             dropout_p,
             deterministic,
@@ -161,10 +162,10 @@ def flash_attn_varlen_func(
         )
     return _attend(
         lengths,
-        _Options(
+        (
             softmax_scale,
             causal,
-            window_size,
+            tuple(window_size) if type(window_size) is list else window_size,
             softcap,
             dropout_p,
             deterministic,
@@ -231,39 +232,63 @@ class _Options(NamedTuple):
     return_attn_probs: bool = False
 
 
-# Ends of the path, by `_call_key`. Emptied when full: shapes that keep changing cost the walk.
+_DENSE = _Lengths()
+
+# Ends of the path, by what the walk looks at. Emptied when full: shapes that keep changing cost
+# the walk.
 _launches: dict[tuple[Any, ...], ForwardLaunch] = {}
 MAX_LAUNCHES = 4096
 
 
 def _attend(
     lengths: _Lengths,
-    options: _Options,
+    options: tuple[Any, ...],
     q: Tensor,
     k: Tensor,
     v: Tensor,
     sink: Tensor | None,
     out: Tensor | None,
-    return_lse: bool,
+    wants_lse: bool,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    if torch.is_autocast_enabled(q.device.type):
-        q, k, v = _autocast(q, k, v)
-    key = _call_key(lengths, options, q, k, v, sink, out)
-    launch = _launches.get(key)
-    if launch is None:
-        decision = _decide(lengths, options, q, k, v, sink, out)
-        if decision.kernel is None:
-            result, lse = _by_reference(decision, lengths, options, q, k, v, sink, out)
-            return (result, lse) if return_lse else result
-        launch = ForwardLaunch(decision.problem, decision.kernel, q.device)
-        if len(_launches) >= MAX_LAUNCHES:
-            _launches.clear()
-        _launches[key] = launch
-    result, lse = launch(q, k, v, out, *lengths, sink)
-    return (result, lse) if return_lse else result
+    """Answer a call: by a launch that is known already, else by walking the path.
+
+    options  the fields of `_Options`
+    """
+    launch = key = None
+    try:
+        key = (
+            options,
+            q.shape,
+            q.stride(),
+            k.shape,
+            k.stride(),
+            v.shape,
+            v.stride(),
+            q.dtype,
+            q.device,
+            torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad),
+            None if sink is None else (sink.shape, sink.dtype, sink.requires_grad),
+            None if out is None else (out.shape, out.stride()),
+            None if lengths is _DENSE else tuple(None if t is None else t.shape for t in lengths),
+            torch.is_autocast_enabled(),
+        )
+        launch = _launches.get(key)
+    except (AttributeError, TypeError):
+        pass  # something is no tensor, or cannot be hashed: the walk says what
+    if launch is not None:
+        try:
+            result, lse = launch(q, k, v, out, lengths, sink, wants_lse)
+            return (result, lse) if wants_lse else result
+        except (TypeError, ValueError, RuntimeError):
+            # The compiled function checks what the key leaves out: dtypes of k and v, devices,
+            # alignment. The walk has a better message, or another answer, or meets the same error.
+            pass
+    result, lse = _walk(key, lengths, _Options(*options), q, k, v, sink, out, wants_lse)
+    return (result, lse) if wants_lse else result
 
 
-def _call_key(
+def _walk(
+    key: tuple[Any, ...] | None,
     lengths: _Lengths,
     options: _Options,
     q: Tensor,
@@ -271,46 +296,25 @@ def _call_key(
     v: Tensor,
     sink: Tensor | None,
     out: Tensor | None,
-) -> tuple[Any, ...]:
-    """Everything that the walk from arguments to launch looks at."""
-    window = options.window_size
-    if type(window) is not tuple:
-        options = options._replace(window_size=tuple(window))
-    grad = torch.is_grad_enabled() and (
-        q.requires_grad
-        or k.requires_grad
-        or v.requires_grad
-        or (sink is not None and sink.requires_grad)
-    )
-    key: tuple[Any, ...] = (
-        options,
-        q.shape,
-        q.stride(),
-        q.dtype,
-        q.device,
-        k.shape,
-        k.stride(),
-        k.dtype,
-        k.device,
-        v.shape,
-        v.stride(),
-        v.dtype,
-        v.device,
-        (q.data_ptr() | k.data_ptr() | v.data_ptr()) & 15,
-        grad,
-    )
-    for tensor in (*lengths, sink, out):
-        if tensor is None:
-            key += (None,)
-        else:
-            key += (
-                tensor.shape,
-                tensor.stride(),
-                tensor.dtype,
-                tensor.device,
-                tensor.data_ptr() & 15,
-            )
-    return key
+    wants_lse: bool,
+) -> tuple[Tensor, Tensor]:
+    """The whole path for one call; keeps its end under ``key``."""
+    if isinstance(q, Tensor) and torch.is_autocast_enabled(q.device.type):
+        dtype = torch.get_autocast_dtype(q.device.type)
+        if any(isinstance(t, Tensor) and t.dtype != dtype for t in (q, k, v)):
+            # Floating-point inputs take the autocast dtype, as in torch's SDPA. What is launched
+            # are the copies, so it is not for the key of these tensors.
+            q, k, v = (t.to(dtype) if t.dtype in DTYPE_NAMES else t for t in (q, k, v))
+            key = None
+    decision = _decide(lengths, options, q, k, v, sink, out)
+    if decision.kernel is None:
+        return _by_reference(decision, lengths, options, q, k, v, sink, out)
+    launch = ForwardLaunch(decision.problem, decision.kernel, q)
+    if key is not None:
+        if len(_launches) >= MAX_LAUNCHES:
+            _launches.clear()
+        _launches[key] = launch
+    return launch(q, k, v, out, lengths, sink, wants_lse)
 
 
 def _decide(
@@ -374,17 +378,29 @@ def _by_reference(
         )
     if options.backend == "auto":
         warn_of_fallback(decision)
-    result, lse = attention_reference(
-        q,
-        k,
-        v,
-        softmax_scale=problem.softmax_scale,
-        causal=options.causal,
-        window_size=options.window_size,
-        softcap=options.softcap,
-        sink=sink,
-        **lengths._asdict(),
-    )
+    if problem.has_keys or problem.needs_grad:
+        result, lse = attention_reference(
+            q,
+            k,
+            v,
+            softmax_scale=problem.softmax_scale,
+            causal=options.causal,
+            window_size=options.window_size,
+            softcap=options.softcap,
+            sink=sink,
+            **lengths._asdict(),
+        )
+    else:
+        # The answer is known without reading lengths, which would wait for the device.
+        result = q.new_zeros((*q.shape[:-1], problem.head_dim_v))
+        rows, heads = q.shape[-3:-1]
+        lse_dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
+        lse = torch.full(
+            (heads, rows) if problem.packed_q else (problem.batch, heads, rows),
+            -torch.inf,
+            dtype=lse_dtype,
+            device=q.device,
+        )
     if out is None:
         return result, lse
     in_use = _query_rows_in_use(problem, lengths, q.device)
@@ -412,12 +428,6 @@ def _query_rows_in_use(
     member = torch.searchsorted(cu_seqlens[1:].contiguous(), rows.int(), right=True)
     member = member.clamp(max=problem.batch - 1)
     return (rows >= starts[member]) & (rows < ends[member])
-
-
-def _autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
-    """Inside torch.autocast, floating-point inputs take the autocast dtype, as in torch's SDPA."""
-    dtype = torch.get_autocast_dtype(q.device.type)
-    return tuple(t.to(dtype) if t.dtype in DTYPE_NAMES else t for t in (q, k, v))
 
 
 def _check_max_seqlen(name: str, bound: Any) -> None:

@@ -185,7 +185,7 @@ def _refusals(problem: AttentionProblem, capability: Capability) -> tuple[str, .
     return tuple(reasons)
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def architecture_of(device: torch.device) -> tuple[str | None, str]:
     """(compilation target or None, words for the device)."""
     if device.type != "cuda":

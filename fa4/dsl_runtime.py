@@ -45,7 +45,10 @@ def toolchain() -> dict[str, Any]:
 
 
 def toolchain_versions() -> dict[str, str]:
-    """Versions of all nvidia-cutlass-dsl* and apache-tvm-ffi* distributions.
+    """Versions of the nvidia-cutlass-dsl* and apache-tvm-ffi* distributions in use.
+
+    Of the DSL's CUDA builds only the one that this process uses counts: which others lie beside it
+    differs between machines that make the same code.
 
     importlib.metadata opens every distribution's metadata to find those whose name begins so
     (8 ms with 100 distributions); the names of their folders say the same.
@@ -61,7 +64,8 @@ def toolchain_versions() -> dict[str, str]:
             continue
         for match in filter(None, map(pattern.fullmatch, sorted(names))):
             versions.setdefault(match[1], match[2])  # the first on the path is what is imported
-    return dict(sorted(versions.items()))
+    unused = re.compile(rf"nvidia_cutlass_dsl_libs_cu(?!{cuda_major()}$)\d+")
+    return {name: version for name, version in sorted(versions.items()) if not unused.match(name)}
 
 
 def cuda_major() -> int | None:

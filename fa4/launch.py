@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -18,27 +19,31 @@ L2_FOR_KEYS_BYTES = 40_000_000
 class ForwardLaunch:
     """Everything about a forward call but its tensors, worked out once for a problem and device.
 
-    Calling it allocates the output (unless given) and the LSE, and launches on the current stream
-    of the tensors' device. No synchronisation, no copy; safe under CUDA graph capture once the
-    kernel has been loaded.
+    Calling it allocates the output (unless given) and, if wanted, the LSE, and launches on the
+    current stream of the tensors' device. No synchronisation, no copy; safe under CUDA graph
+    capture once the kernel has been loaded.
     """
 
-    def __init__(self, problem: AttentionProblem, spec: KernelSpec, device: torch.device):
+    def __init__(self, problem: AttentionProblem, spec: KernelSpec, q: Tensor):
         self.kernel = get_kernel(spec)
-        self.device = device
-        lengths = (problem.seqlen_q,) if problem.packed_q else (problem.batch, problem.seqlen_q)
-        self.out_shape = (*lengths, problem.heads_q, problem.head_dim_v)
+        self.device = q.device
+        # Asking for the current device costs most of a microsecond.
+        self.may_be_elsewhere = torch.cuda.device_count() > 1
+        rows = (problem.seqlen_q,) if problem.packed_q else (problem.batch, problem.seqlen_q)
+        self.out_shape = (*rows, problem.heads_q, problem.head_dim_v)
+        self.out_is_like_q = q.is_contiguous() and q.shape == self.out_shape
         if problem.packed_q:
             self.lse_shape: tuple[int, ...] = (problem.heads_q, problem.seqlen_q)
         else:
             self.lse_shape = (problem.batch, problem.heads_q, problem.seqlen_q)
+        self.unwanted_lse = _unwanted_lse(self.device, len(self.lse_shape))
         self.scalars = (
             problem.softmax_scale,
             problem.softcap,
             problem.window_left or 0,
             problem.window_right or 0,
             heads_in_group(problem),
-            multiprocessor_count(device),
+            multiprocessor_count(self.device),
         )
 
     def __call__(
@@ -47,36 +52,39 @@ class ForwardLaunch:
         k: Tensor,
         v: Tensor,
         out: Tensor | None,
-        cu_seqlens_q: Tensor | None,
-        cu_seqlens_k: Tensor | None,
-        seqused_q: Tensor | None,
-        seqused_k: Tensor | None,
+        lengths: Sequence[Tensor | None],
         sink: Tensor | None,
+        wants_lse: bool,
     ) -> tuple[Tensor, Tensor]:
-        if torch.cuda.current_device() != self.device.index:
-            with torch.cuda.device(self.device):
-                return self(q, k, v, out, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, sink)
+        """Returns (out, lse); lse is meaningless unless it was wanted.
+
+        lengths  cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k
+        """
         # Padding in a caller's tensor is the caller's; in ours it is zero.
         fills_padding = 0
         if out is None:
-            out = q.new_empty(self.out_shape)
             fills_padding = 1
-        lse = torch.empty(self.lse_shape, dtype=torch.float32, device=self.device)
-        self.kernel(
-            q,
-            k,
-            v,
-            out,
-            lse,
-            cu_seqlens_q,
-            cu_seqlens_k,
-            seqused_q,
-            seqused_k,
-            sink,
-            *self.scalars,
-            fills_padding,
-        )
+            out = torch.empty_like(q) if self.out_is_like_q else q.new_empty(self.out_shape)
+        lse, stores_lse = self.unwanted_lse, 0
+        if wants_lse:
+            lse = torch.empty(self.lse_shape, dtype=torch.float32, device=self.device)
+            stores_lse = 1
+        arguments = (q, k, v, out, lse, *lengths, sink, *self.scalars, fills_padding, stores_lse)
+        if self.may_be_elsewhere and torch.cuda.current_device() != self.device.index:
+            with torch.cuda.device(self.device):
+                self.kernel(*arguments)
+        else:
+            self.kernel(*arguments)
         return out, lse
+
+
+@functools.cache
+def _unwanted_lse(device: torch.device, modes: int) -> Tensor:
+    """Stands for the LSE where the caller wants none; the kernel does not touch it.
+
+    Kept for ever, because captured graphs hold its address.
+    """
+    return torch.empty((1,) * modes, dtype=torch.float32, device=device)
 
 
 def heads_in_group(problem: AttentionProblem) -> int:
@@ -96,6 +104,6 @@ def heads_in_group(problem: AttentionProblem) -> int:
     return max(1, min(pairs, kv_heads * (problem.heads_q // problem.heads_kv)))
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def multiprocessor_count(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count

@@ -21,6 +21,7 @@ inside) and the division that waits until the end.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -112,7 +113,7 @@ def tiled_attention(
     tile_n: int,
     softmax_scale: float | None = None,
     causal: bool = False,
-    window_size: tuple[int | None, int | None] = (-1, -1),
+    window_size: Sequence[int | None] = (-1, -1),
     softcap: float | None = 0.0,
     sink: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import operator
+from collections.abc import Sequence
 from dataclasses import dataclass
 from numbers import Real
 from typing import Any
@@ -120,7 +121,7 @@ def describe_problem(
     *,
     softmax_scale: float | None,
     causal: bool,
-    window_size: tuple[int | None, int | None],
+    window_size: Sequence[int | None],
     softcap: float | None,
     sink: Tensor | None,
     cu_seqlens_q: Tensor | None,
@@ -270,7 +271,8 @@ def _check_rank(name: str, tensor: Tensor, packed: bool) -> None:
         side = "q" if name == "q" else "k"
         given = "with" if packed else "without"
         raise ValueError(
-            f"{name} has shape {tuple(tensor.shape)}; {given} cu_seqlens_{side} it must be {wanted}."
+            f"{name} has shape {tuple(tensor.shape)}; {given} cu_seqlens_{side} it must be "
+            f"{wanted}."
         )
     if tensor.shape[-3] > MAX_ROWS:
         raise ValueError(f"{name} has {tensor.shape[-3]} rows; the most is {MAX_ROWS}.")

@@ -31,9 +31,7 @@ from torch.utils.checkpoint import checkpoint
 SCORE_CHUNK_BYTES = 64 << 20
 
 
-def mask_bounds(
-    causal: bool, window_size: tuple[int | None, int | None]
-) -> tuple[int | None, int | None]:
+def mask_bounds(causal: bool, window_size: Sequence[int | None]) -> tuple[int | None, int | None]:
     """How far left and right of its diagonal a query sees, both ends inclusive; None is unbounded.
 
     -1 and None both mean unbounded. Causal and window apply together: causal caps the right at 0.
@@ -75,7 +73,7 @@ def attention_reference(
     *,
     softmax_scale: float | None = None,
     causal: bool = False,
-    window_size: tuple[int | None, int | None] = (-1, -1),
+    window_size: Sequence[int | None] = (-1, -1),
     softcap: float | None = 0.0,
     sink: Tensor | None = None,
     cu_seqlens_q: Tensor | None = None,

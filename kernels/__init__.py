@@ -1,1 +1,1 @@
-"""Device side of fa4: attention kernels in CuTe-DSL. Import a kernel's module only to compile it."""
+"""Device side of fa4: attention kernels in CuTe-DSL, imported only to compile them."""

@@ -73,7 +73,7 @@ class ForwardFeatures:
 
     @property
     def name(self) -> str:
-        """Short identifier that a profiler and a cache listing show, such as ``bf16_d128_right``."""
+        """Short identifier for profilers and cache listings, such as ``bf16_d128_right``."""
         parts = [self.dtype, f"d{self.head_dim}"]
         if self.head_dim_v != self.head_dim:
             parts.append(f"dv{self.head_dim_v}")

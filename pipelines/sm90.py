@@ -142,6 +142,15 @@ def forward_schedule(features: ForwardFeatures) -> ForwardSchedule:
     is_narrow = head_dim <= 64 and head_dim_v <= 64
     is_simple = features.score == "plain" and not features.has_left_bound
     tile_m, consumer, producer = (192, 160, 32) if is_narrow and is_simple else (128, 240, 24)
+    # Tiles of equal cost: a CTA that takes every n-th of them hides the change of tile. With
+    # causal or ragged tiles the hardware balances better, handing out a CTA at a time.
+    is_uniform = not (
+        features.has_right_bound
+        or features.packed_q
+        or features.packed_k
+        or features.has_seqused_q
+        or features.has_seqused_k
+    )
     for tile_n in range(128, 15, -16):
         for o_shares_q in (False, True):
             for stages in (3, 2):
@@ -156,7 +165,7 @@ def forward_schedule(features: ForwardFeatures) -> ForwardSchedule:
                         producer_registers=producer,
                         o_shares_q=o_shares_q,
                         takes_turns=head_dim_v <= 128,
-                        is_persistent=False,
+                        is_persistent=is_uniform,
                     )
                 except ValueError:
                     continue  # over a budget: try the next smaller one

@@ -30,6 +30,14 @@ def rows_first(tensor: cute.Tensor):
     return cute.make_tensor(tensor.iterator, cute.make_layout(shape, stride=stride))
 
 
+def modes_reversed(tensor: cute.Tensor):
+    """Reverse the modes: an LSE ([batch,] heads, rows) becomes (rows, heads[, batch])."""
+    return cute.make_tensor(
+        tensor.iterator,
+        cute.make_layout(tuple(tensor.shape)[::-1], stride=tuple(tensor.stride)[::-1]),
+    )
+
+
 def ragged(tensor: cute.Tensor):
     """Make (rows, dim, ...) clippable at the end of any sequence inside it, in hardware.
 

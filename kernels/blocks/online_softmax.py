@@ -84,9 +84,12 @@ def online_softmax_step(
                   row_max = -inf and gets probabilities of 0, never NaN
     """
     for r in cutlass.range_constexpr(cute.size(scores, mode=[0])):
+        highest = -Float32.inf if const_expr(is_first) else row_max[r]
+        for c in cutlass.range_constexpr(cute.size(scores, mode=[1])):
+            # fmax passes over NaN, where a vector reduction would use the slower max.NaN. A NaN
+            # still reaches the probabilities and their sum.
+            highest = cute.arch.fmax(highest, scores[r, c])
         row = scores[r, None].load()
-        start = -Float32.inf if const_expr(is_first) else row_max[r]
-        highest = row.reduce(cute.ReductionOp.MAX, start, 0)
         highest = cute.arch.fmax(highest, cute.arch.shuffle_sync_bfly(highest, offset=1))
         highest = cute.arch.fmax(highest, cute.arch.shuffle_sync_bfly(highest, offset=2))
         reference = highest
@@ -98,9 +101,7 @@ def online_softmax_step(
             row_sum[r] = probabilities.reduce(cute.ReductionOp.ADD, Float32(0.0), 0)
         else:
             rescale[r] = cute.math.exp2(row_max[r] * scale_log2 - shift, fastmath=True)
-            row_sum[r] = probabilities.reduce(
-                cute.ReductionOp.ADD, row_sum[r] * rescale[r], 0
-            )
+            row_sum[r] = probabilities.reduce(cute.ReductionOp.ADD, row_sum[r] * rescale[r], 0)
         row_max[r] = highest
         scores[r, None].store(probabilities)
 
@@ -125,7 +126,8 @@ def finish_row(
     total = total + cute.arch.shuffle_sync_bfly(total, offset=2)
     factor = Float32(0.0)
     lse = -Float32.inf
-    if row_max != -Float32.inf:
+    # A row that saw a key has a sum of at least 1, or NaN.
+    if total != 0.0:
         top = row_max * scale_log2
         carried = Float32(1.0)
         if const_expr(has_sink):

@@ -29,7 +29,7 @@ come first and the loop over whole blocks carries no mask code.
 """
 
 from enum import IntEnum
-from typing import Optional
+from typing import NamedTuple, Optional
 
 import cuda.bindings.driver as cuda
 import cutlass
@@ -37,9 +37,10 @@ import cutlass.cute as cute
 import cutlass.pipeline as pipeline
 import cutlass.tensor_utils as tensor_utils
 import cutlass.utils.hopper_helpers as sm90
-from cutlass import BFloat16, Float16, Float32, Int32, const_expr
+from cutlass import BFloat16, Float16, Float32, Int32, Uint32, const_expr
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warp, warpgroup
 from cutlass.memory import SmemAllocator
+
 from fa4.kernels.blocks import accumulator, global_view
 from fa4.kernels.blocks.key_range import KeyRange, key_range
 from fa4.kernels.blocks.online_softmax import (
@@ -51,7 +52,7 @@ from fa4.kernels.blocks.online_softmax import (
     scale_scores,
     soft_cap,
 )
-from fa4.kernels.blocks.sequence_bounds import sequence_bounds
+from fa4.kernels.blocks.sequence_bounds import SequenceBounds, sequence_bounds
 from fa4.kernels.blocks.tile_order import Tile, locate_tile, num_slots
 from fa4.kernels.features import ForwardFeatures
 from fa4.pipelines.sm90 import WARPGROUP, ForwardSchedule
@@ -65,6 +66,88 @@ class Barrier(IntEnum):
 
     TURN = 1
     EPILOGUE = 4
+
+
+class Tma(NamedTuple):
+    """A TMA copy and the tensor of coordinates that it takes."""
+
+    atom: cute.CopyAtom
+    tensor: cute.Tensor
+
+
+class Call(NamedTuple):
+    """Run-time arguments of a launch that both roles read.
+
+    rows_q, rows_k  extent of the row mode of q, and of k and v
+    num_tiles       tiles of all CTAs; the other counts are those of `tile_order.locate_tile`
+    fills_padding   whether output rows of padding are set to 0
+    stores_lse      whether the LSE is wanted
+    """
+
+    cu_seqlens_q: Optional[cute.Tensor]
+    cu_seqlens_k: Optional[cute.Tensor]
+    seqused_q: Optional[cute.Tensor]
+    seqused_k: Optional[cute.Tensor]
+    rows_q: Int32
+    rows_k: Int32
+    heads_q: Int32
+    heads_kv: Int32
+    num_tiles: Int32
+    num_m_blocks: Int32
+    num_batches: Int32
+    heads_in_group: Int32
+    softmax_scale: Float32
+    softcap: Float32
+    left: Int32
+    right: Int32
+    fills_padding: Int32
+    stores_lse: Int32
+
+
+class Work(NamedTuple):
+    """One query tile: which it is, the rows of its sequence, and the keys it sees."""
+
+    tile: Tile
+    q: SequenceBounds
+    k: SequenceBounds
+    keys: KeyRange
+
+
+class Rings(NamedTuple):
+    """The buffers that load fills and attend drains."""
+
+    q: pipeline.PipelineTmaAsync
+    k: pipeline.PipelineTmaAsync
+    v: pipeline.PipelineTmaAsync
+
+
+class Fragments(NamedTuple):
+    """What a consumer warpgroup multiplies and keeps in registers.
+
+    q, k, v                      shared-memory operands: (MMA, M or N, K[, stages])
+    scores, out                  fp32 accumulators of q k^T and P V
+    probabilities                scores in 16 bits, the A operand of P V
+    row_max, row_sum, rescale    (2,) statistics of this thread's two rows
+    """
+
+    q: cute.Tensor
+    k: cute.Tensor
+    v: cute.Tensor
+    scores: cute.Tensor
+    out: cute.Tensor
+    probabilities: cute.Tensor
+    row_max: cute.Tensor
+    row_sum: cute.Tensor
+    rescale: cute.Tensor
+
+
+class Place(NamedTuple):
+    """Where a consumer thread is: warpgroup, thread in it, and its first accumulator element."""
+
+    warpgroup: Int32
+    thread: Int32
+    row: Int32  # query row in the sequence; the thread's other row is 8 further
+    column: Int32  # key in the block
 
 
 class HopperForward:
@@ -98,6 +181,7 @@ class HopperForward:
         heads_in_group: Int32,
         max_ctas: Int32,
         fills_padding: Int32,
+        stores_lse: Int32,
         stream: cuda.CUstream,
     ):
         """Launch the kernel.
@@ -112,15 +196,17 @@ class HopperForward:
         heads_in_group  see `tile_order.locate_tile`
         max_ctas        CTAs of a persistent kernel
         fills_padding   1: query rows of padding get output 0; 0: they are left alone
+        stores_lse      0: mLSE is a placeholder
         """
         schedule = self.schedule
-        tile_n, head_dim, head_dim_v = schedule.tile_n, schedule.head_dim, schedule.head_dim_v
+        tile_n, warpgroups = schedule.tile_n, schedule.consumer_warpgroups
+        head_dim, head_dim_v = schedule.head_dim, schedule.head_dim_v
         q, k, v, o = [global_view.rows_first(t) for t in (mQ, mK, mV, mO)]
 
         row_major = tensor_utils.LayoutEnum.ROW_MAJOR
         col_major = tensor_utils.LayoutEnum.COL_MAJOR
         sQ_layout = sm90.make_smem_layout_a(
-            row_major, (ROWS, tile_n, head_dim), self.dtype, schedule.consumer_warpgroups
+            row_major, (ROWS, tile_n, head_dim), self.dtype, warpgroups
         )
         sK_layout = sm90.make_smem_layout_b(
             row_major, (ROWS, tile_n, head_dim), self.dtype, schedule.stages
@@ -132,37 +218,14 @@ class HopperForward:
         sVt_layout = sm90.make_smem_layout_b(
             col_major, (ROWS, head_dim_v, tile_n), self.dtype, schedule.stages
         )
-        sO_layout = sm90.make_smem_layout_epi(
-            self.dtype, row_major, (ROWS, head_dim_v), schedule.consumer_warpgroups
-        )
+        sO_layout = sm90.make_smem_layout_epi(self.dtype, row_major, (ROWS, head_dim_v), warpgroups)
 
         load = cpasync.CopyBulkTensorTileG2SOp()
         store = cpasync.CopyBulkTensorTileS2GOp()
-        one_stage = (None, None, 0)
-        tma_q, tQ = cpasync.make_tiled_tma_atom(
-            load,
-            self.clippable(q, self.q_is_ragged),
-            cute.slice_(sQ_layout, one_stage),
-            (ROWS, head_dim),
-        )
-        tma_k, tK = cpasync.make_tiled_tma_atom(
-            load,
-            self.clippable(k, self.k_is_ragged),
-            cute.slice_(sK_layout, one_stage),
-            (tile_n, head_dim),
-        )
-        tma_v, tV = cpasync.make_tiled_tma_atom(
-            load,
-            self.clippable(v, self.k_is_ragged),
-            cute.slice_(sV_layout, one_stage),
-            (tile_n, head_dim_v),
-        )
-        tma_o, tO = cpasync.make_tiled_tma_atom(
-            store,
-            self.clippable(o, self.q_is_ragged),
-            cute.slice_(sO_layout, one_stage),
-            (ROWS, head_dim_v),
-        )
+        q_tma = self.tma(load, q, self.q_is_ragged, sQ_layout, (ROWS, head_dim))
+        k_tma = self.tma(load, k, self.k_is_ragged, sK_layout, (tile_n, head_dim))
+        v_tma = self.tma(load, v, self.k_is_ragged, sV_layout, (tile_n, head_dim_v))
+        o_tma = self.tma(store, o, self.q_is_ragged, sO_layout, (ROWS, head_dim_v))
 
         # One warpgroup's share: 64 rows of scores, then 64 rows of output.
         mma_qk = sm90.make_trivial_tiled_mma(
@@ -185,24 +248,19 @@ class HopperForward:
             a_source=warpgroup.OperandSource.RMEM,
         )
 
-        warpgroups = schedule.consumer_warpgroups
-        o_elements = warpgroups * ROWS * head_dim_v
-        if const_expr(schedule.o_shares_q):
-            o_elements = 0
+        o_elements = 0 if schedule.o_shares_q else warpgroups * ROWS * head_dim_v
 
         @cute.struct
         class SharedStorage:
             q_barriers: cute.struct.MemRange[cutlass.Int64, 2 * warpgroups]
             k_barriers: cute.struct.MemRange[cutlass.Int64, 2 * schedule.stages]
             v_barriers: cute.struct.MemRange[cutlass.Int64, 2 * schedule.stages]
-            sQ: cute.struct.Align[cute.struct.MemRange[self.dtype, warpgroups * schedule.q_slab], 1024]
+            sQ: cute.struct.Align[
+                cute.struct.MemRange[self.dtype, warpgroups * schedule.q_slab], 1024
+            ]
             sO: cute.struct.Align[cute.struct.MemRange[self.dtype, o_elements], 1024]
-            sK: cute.struct.Align[
-                cute.struct.MemRange[self.dtype, cute.cosize(sK_layout)], 1024
-            ]
-            sV: cute.struct.Align[
-                cute.struct.MemRange[self.dtype, cute.cosize(sV_layout)], 1024
-            ]
+            sK: cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(sK_layout)], 1024]
+            sV: cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(sV_layout)], 1024]
 
         self.shared_storage = SharedStorage
 
@@ -210,82 +268,78 @@ class HopperForward:
         if const_expr(self.features.packed_q):
             num_batches = Int32(1)
             num_m_blocks = num_slots(q.shape[0], mCuQ.shape[0] - 1, schedule.tile_m)
-            lse = cute.make_tensor(
-                mLSE.iterator,
-                cute.make_layout(
-                    (mLSE.shape[1], mLSE.shape[0]), stride=(mLSE.stride[1], mLSE.stride[0])
-                ),
-            )
         else:
             num_batches = q.shape[3]
             num_m_blocks = cute.ceil_div(q.shape[0], schedule.tile_m)
-            lse = cute.make_tensor(
-                mLSE.iterator,
-                cute.make_layout(
-                    (mLSE.shape[2], mLSE.shape[1], mLSE.shape[0]),
-                    stride=(mLSE.stride[2], mLSE.stride[1], mLSE.stride[0]),
-                ),
-            )
         num_tiles = num_m_blocks * heads_q * num_batches
-        grid = num_tiles
-        if const_expr(schedule.is_persistent):
-            grid = cutlass.min(num_tiles, max_ctas)
-        self.kernel.set_name_prefix(
-            f"fa4_sm90_forward_{self.features.name}_{schedule.name}", keep_mangled_name=False
-        )
-        self.kernel(
-            (tma_q, tQ),
-            (tma_k, tK),
-            (tma_v, tV),
-            (tma_o, tO),
-            lse,
+        call = Call(
             mCuQ,
             mCuK,
             mUsedQ,
             mUsedK,
+            q.shape[0],
+            k.shape[0],
+            heads_q,
+            k.shape[2],
+            num_tiles,
+            num_m_blocks,
+            num_batches,
+            heads_in_group,
+            softmax_scale,
+            softcap,
+            left,
+            right,
+            fills_padding,
+            stores_lse,
+        )
+        self.kernel.set_name_prefix(
+            f"fa4_sm90_forward_{self.features.name}_{schedule.name}", keep_mangled_name=False
+        )
+        self.kernel(
+            q_tma,
+            k_tma,
+            v_tma,
+            o_tma,
+            global_view.modes_reversed(mLSE),
             mSink,
             mma_qk,
             mma_pv,
             (sQ_layout, sK_layout, sV_layout, sVt_layout, sO_layout),
-            (q.shape[0], k.shape[0]),
-            (softmax_scale, softcap),
-            (left, right),
-            (num_tiles, num_m_blocks, heads_q, k.shape[2], num_batches, heads_in_group),
-            fills_padding,
-        ).launch(grid=(grid, 1, 1), block=(schedule.threads, 1, 1), stream=stream)
+            call,
+        ).launch(
+            grid=(cutlass.min(num_tiles, max_ctas) if schedule.is_persistent else num_tiles, 1, 1),
+            block=(schedule.threads, 1, 1),
+            stream=stream,
+        )
 
-    def clippable(self, tensor: cute.Tensor, is_ragged: bool):
-        return global_view.ragged(tensor) if is_ragged else tensor
+    def tma(self, op, tensor: cute.Tensor, is_ragged: bool, staged_layout, tile):
+        """A TMA copy of ``tile`` rows by dims of ``tensor`` to or from one stage of a layout."""
+        if is_ragged:
+            tensor = global_view.ragged(tensor)
+        one_stage = cute.slice_(staged_layout, (None, None, 0))
+        return Tma(*cpasync.make_tiled_tma_atom(op, tensor, one_stage, tile))
 
     # -------------------------------------------------------------- device side
     @cute.kernel
     def kernel(
         self,
-        q_tma,
-        k_tma,
-        v_tma,
-        o_tma,
+        q_tma: Tma,
+        k_tma: Tma,
+        v_tma: Tma,
+        o_tma: Tma,
         mLSE: cute.Tensor,
-        mCuQ: Optional[cute.Tensor],
-        mCuK: Optional[cute.Tensor],
-        mUsedQ: Optional[cute.Tensor],
-        mUsedK: Optional[cute.Tensor],
         mSink: Optional[cute.Tensor],
         mma_qk: cute.TiledMma,
         mma_pv: cute.TiledMma,
         layouts,
-        extents,
-        scales,
-        window,
-        tiles,
-        fills_padding: Int32,
+        call: Call,
     ):
         schedule = self.schedule
         sQ_layout, sK_layout, sV_layout, sVt_layout, sO_layout = layouts
         warp_idx = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         if warp_idx == 0:
             for tma in (q_tma, k_tma, v_tma, o_tma):
-                cpasync.prefetch_descriptor(tma[0])
+                cpasync.prefetch_descriptor(tma.atom)
 
         storage = SmemAllocator().allocate(self.shared_storage)
         sQ = storage.sQ.get_tensor(
@@ -303,233 +357,203 @@ class HopperForward:
             sO = storage.sO.get_tensor(sO_layout.outer, swizzle=sO_layout.inner)
 
         warps = 4 * schedule.consumer_warpgroups
-        q_pipeline = self.tma_pipeline(
-            storage.q_barriers.data_ptr(),
-            schedule.consumer_warpgroups,
-            # With O in Q's slab, the warp that stored O gives the slab back, alone.
-            1 if schedule.o_shares_q else 4,
-            sQ,
+        # With O in Q's slab, the warp that stored O gives the slab back, alone.
+        q_releases = 1 if schedule.o_shares_q else 4
+        rings = Rings(
+            self.ring(storage.q_barriers, schedule.consumer_warpgroups, q_releases, sQ),
+            self.ring(storage.k_barriers, schedule.stages, warps, sK),
+            self.ring(storage.v_barriers, schedule.stages, warps, sV),
         )
-        k_pipeline = self.tma_pipeline(storage.k_barriers.data_ptr(), schedule.stages, warps, sK)
-        v_pipeline = self.tma_pipeline(storage.v_barriers.data_ptr(), schedule.stages, warps, sV)
         pipeline.pipeline_init_arrive(is_relaxed=True)
         pipeline.pipeline_init_wait()
 
-        sequences = (extents, mCuQ, mCuK, mUsedQ, mUsedK)
         if warp_idx < 4:
             cute.arch.setmaxregister_decrease(schedule.producer_registers)
             if warp_idx == 0:
-                self.load(
-                    q_tma, k_tma, v_tma, sQ, sK, sV, q_pipeline, k_pipeline, v_pipeline,
-                    sequences, window, tiles,
-                )
+                self.load(q_tma, k_tma, v_tma, sQ, sK, sV, rings, call)
         else:
             cute.arch.setmaxregister_increase(schedule.consumer_registers)
             self.attend(
-                mma_qk, mma_pv, o_tma, mLSE, mSink, sQ, sK, sVt, sO,
-                q_pipeline, k_pipeline, v_pipeline,
-                sequences, scales, window, tiles, fills_padding,
+                mma_qk, mma_pv, o_tma, mLSE, mSink, sQ, sQ_layout.inner, sK, sVt, sO, rings, call
             )
 
     def with_slabs(self, layout: cute.Layout, slab: int):
         """(rows, dim, warpgroups) with the warpgroups' slabs ``slab`` elements apart."""
-        return cute.make_layout(
-            layout.shape, stride=(layout.stride[0], layout.stride[1], (0, slab))
-        )
+        return cute.make_layout(layout.shape, stride=(*layout.stride[:2], (0, slab)))
 
-    @cute.jit
-    def tma_pipeline(
-        self,
-        barriers: cute.Pointer,
-        stages: cutlass.Constexpr[int],
-        releases: cutlass.Constexpr[int],
-        buffer: cute.Tensor,
-    ):
+    def ring(self, barriers, stages: int, releases: int, buffer: cute.Tensor):
         """A TMA-to-threads pipeline whose stages are given back by ``releases`` warps."""
         return pipeline.PipelineTmaAsync.create(
             num_stages=stages,
             producer_group=pipeline.CooperativeGroup(pipeline.Agent.Thread),
             consumer_group=pipeline.CooperativeGroup(pipeline.Agent.Thread, releases),
             tx_count=cute.size_in_bytes(buffer.element_type, buffer[None, None, 0].layout),
-            barrier_storage=barriers,
+            barrier_storage=barriers.data_ptr(),
             cta_layout_vmnk=cute.make_layout((1, 1, 1, 1)),
             defer_sync=True,
         )
 
     @cute.jit
-    def stage_at(self, count: Int32, stages: cutlass.Constexpr[int], is_producer: cutlass.Constexpr[bool]):
+    def stage_at(
+        self, count: Int32, stages: cutlass.Constexpr[int], is_producer: cutlass.Constexpr[bool]
+    ):
         """Pipeline state of the ``count``-th use of a ring of buffers.
 
         One running count a role replaces an index and a phase a pipeline; the producer's phase
         is the opposite one, because an empty barrier starts free.
         """
-        turns = count // stages
+        # Unsigned, because rounding a signed quotient down takes five instructions more.
+        turns = Int32(Uint32(count) // stages)
         phase = turns & 1
         if const_expr(is_producer):
             phase = phase ^ 1
         return pipeline.PipelineState(stages, count, count - turns * stages, phase)
 
     @cute.jit
-    def locate(self, tile_idx: Int32, sequences, window, tiles):
-        """Everything about a tile: (tile, bounds of q, bounds of k, key range, is it a tile)."""
-        (rows_q, rows_k), mCuQ, mCuK, mUsedQ, mUsedK = sequences
-        _, num_m_blocks, heads_q, _, num_batches, heads_in_group = tiles
+    def locate(self, tile_idx: Int32, call: Call):
+        """The work that a tile index stands for; a slot of no tile has m_block past its rows."""
         schedule, features = self.schedule, self.features
         tile = locate_tile(
             tile_idx,
-            num_m_blocks,
-            heads_q,
-            num_batches,
-            heads_in_group,
-            rows_q,
-            mCuQ,
+            call.num_m_blocks,
+            call.heads_q,
+            call.num_batches,
+            call.heads_in_group,
+            call.rows_q,
+            call.cu_seqlens_q,
             schedule.tile_m,
             features.has_right_bound,
         )
-        bounds_q = sequence_bounds(tile.batch_idx, rows_q, mCuQ, mUsedQ)
-        bounds_k = sequence_bounds(tile.batch_idx, rows_k, mCuK, mUsedK)
+        q = sequence_bounds(tile.batch_idx, call.rows_q, call.cu_seqlens_q, call.seqused_q)
+        k = sequence_bounds(tile.batch_idx, call.rows_k, call.cu_seqlens_k, call.seqused_k)
         keys = key_range(
             tile.m_block,
-            bounds_q.length,
-            bounds_k.length,
-            window[0],
-            window[1],
+            q.length,
+            k.length,
+            call.left,
+            call.right,
             features.has_left_bound,
             features.has_right_bound,
             schedule.tile_m,
             schedule.tile_n,
         )
-        return tile, bounds_q, bounds_k, keys
+        return Work(tile, q, k, keys)
 
     @cute.jit
     def load(
         self,
-        q_tma,
-        k_tma,
-        v_tma,
+        q_tma: Tma,
+        k_tma: Tma,
+        v_tma: Tma,
         sQ: cute.Tensor,
         sK: cute.Tensor,
         sV: cute.Tensor,
-        q_pipeline: pipeline.PipelineAsync,
-        k_pipeline: pipeline.PipelineAsync,
-        v_pipeline: pipeline.PipelineAsync,
-        sequences,
-        window,
-        tiles,
+        rings: Rings,
+        call: Call,
     ):
-        """Warp 0: request Q, and K and V block by block, as far ahead as buffers are free."""
-        schedule, features = self.schedule, self.features
-        num_tiles, _, heads_q, heads_kv, _, _ = tiles
+        """Warp 0: request Q, and K and V block by block, as far ahead as buffers are free.
+
+        Waits for free stages of q, k and v; the copies signal their full barriers.
+        """
+        schedule = self.schedule
         warpgroups, stages = schedule.consumer_warpgroups, schedule.stages
-        block = (schedule.tile_n, schedule.head_dim)
-        block_v = (schedule.tile_n, schedule.head_dim_v)
         blocks_loaded = Int32(0)
         tiles_loaded = Int32(0)
         tile_idx = cute.arch.block_idx()[0]
-        while tile_idx < num_tiles:
-            tile, bounds_q, bounds_k, keys = self.locate(tile_idx, sequences, window, tiles)
-            if tile.m_block * schedule.tile_m < bounds_q.rows:
-                gQ = cute.local_tile(
-                    self.rows_of(q_tma[1], bounds_q.start, bounds_q.length, tile, tile.head_idx,
-                                 self.q_is_ragged, features.packed_q),
-                    (ROWS, schedule.head_dim),
-                    (None, 0),
-                )
-                head_kv = tile.head_idx // (heads_q // heads_kv)
-                first_key = bounds_k.start + keys.origin
-                gK = cute.local_tile(
-                    self.rows_of(k_tma[1], first_key, keys.length, tile, head_kv,
-                                 self.k_is_ragged, features.packed_k),
-                    block,
-                    (None, 0),
-                )
-                gV = cute.local_tile(
-                    self.rows_of(v_tma[1], first_key, keys.length, tile, head_kv,
-                                 self.k_is_ragged, features.packed_k),
-                    block_v,
-                    (None, 0),
-                )
+        while tile_idx < call.num_tiles:
+            work = self.locate(tile_idx, call)
+            tile, keys = work.tile, work.keys
+            if tile.m_block * schedule.tile_m < work.q.rows:
+                gQ = self.query_tiles(q_tma.tensor, work, work.q.length, schedule.head_dim)
+                gK = self.key_blocks(k_tma.tensor, work, call, schedule.head_dim)
+                gV = self.key_blocks(v_tma.tensor, work, call, schedule.head_dim_v)
                 num_blocks = keys.end - keys.first
+                last = keys.end - 1
                 if num_blocks > 0:
-                    self.load_block(k_tma[0], gK, sK, k_pipeline, keys.end - 1,
-                                    self.stage_at(blocks_loaded, stages, True))
+                    state = self.stage_at(blocks_loaded, stages, True)
+                    self.load_block(k_tma, gK, sK, rings.k, last, state)
                 for w in cutlass.range_constexpr(warpgroups):
-                    self.load_block(q_tma[0], gQ, sQ, q_pipeline, tile.m_block * warpgroups + w,
-                                    self.stage_at(tiles_loaded * warpgroups + w, warpgroups, True))
+                    state = self.stage_at(tiles_loaded * warpgroups + w, warpgroups, True)
+                    self.load_block(q_tma, gQ, sQ, rings.q, tile.m_block * warpgroups + w, state)
                 for i in cutlass.range(1, num_blocks, unroll=1):
-                    n_block = keys.end - 1 - i
-                    self.load_block(k_tma[0], gK, sK, k_pipeline, n_block,
-                                    self.stage_at(blocks_loaded + i, stages, True))
-                    self.load_block(v_tma[0], gV, sV, v_pipeline, n_block + 1,
-                                    self.stage_at(blocks_loaded + i - 1, stages, True))
+                    state = self.stage_at(blocks_loaded + i, stages, True)
+                    self.load_block(k_tma, gK, sK, rings.k, last - i, state)
+                    state = self.stage_at(blocks_loaded + i - 1, stages, True)
+                    self.load_block(v_tma, gV, sV, rings.v, last - i + 1, state)
                 if num_blocks > 0:
-                    self.load_block(v_tma[0], gV, sV, v_pipeline, keys.first,
-                                    self.stage_at(blocks_loaded + num_blocks - 1, stages, True))
+                    state = self.stage_at(blocks_loaded + num_blocks - 1, stages, True)
+                    self.load_block(v_tma, gV, sV, rings.v, keys.first, state)
                 blocks_loaded = blocks_loaded + num_blocks
                 tiles_loaded = tiles_loaded + 1
             tile_idx = tile_idx + cute.arch.grid_dim()[0]
         # No tail: barriers are this CTA's own, and its shared memory lives until its last warp.
 
-    @cute.jit
-    def rows_of(
-        self,
-        mX: cute.Tensor,
-        start: Int32,
-        length: Int32,
-        tile: Tile,
-        head_idx: Int32,
-        is_ragged: cutlass.Constexpr[bool],
-        is_packed: cutlass.Constexpr[bool],
-    ):
-        return global_view.one_sequence(
-            mX, start, length, head_idx, tile.batch_idx, is_ragged, is_packed
+    def query_tiles(self, mX: cute.Tensor, work: Work, length: Int32, dim: int):
+        """Rows of q or o of a tile's sequence and head, cut into (ROWS, dim, tiles)."""
+        rows = global_view.one_sequence(
+            mX,
+            work.q.start,
+            length,
+            work.tile.head_idx,
+            work.tile.batch_idx,
+            self.q_is_ragged,
+            self.features.packed_q,
         )
+        return cute.local_tile(rows, (ROWS, dim), (None, 0))
+
+    def key_blocks(self, mX: cute.Tensor, work: Work, call: Call, dim: int):
+        """Rows of k or v that a tile's sequence sees, of its head, as (tile_n, dim, blocks)."""
+        rows = global_view.one_sequence(
+            mX,
+            work.k.start + work.keys.origin,
+            work.keys.length,
+            work.tile.head_idx // (call.heads_q // call.heads_kv),
+            work.tile.batch_idx,
+            self.k_is_ragged,
+            self.features.packed_k,
+        )
+        return cute.local_tile(rows, (self.schedule.tile_n, dim), (None, 0))
 
     @cute.jit
     def load_block(
         self,
-        atom: cute.CopyAtom,
+        tma: Tma,
         gX: cute.Tensor,
         sX: cute.Tensor,
         ring: pipeline.PipelineAsync,
         block_idx: Int32,
         state: pipeline.PipelineState,
     ):
-        """Copy block ``block_idx`` of gX (rows, dim, blocks) to the stage of sX, once it is free."""
+        """Copy one block of gX (rows, dim, blocks) to the stage of sX, once that is free."""
+        whole = cute.make_layout(1)
         tXsX, tXgX = cpasync.tma_partition(
-            atom, 0, cute.make_layout(1), cute.group_modes(sX, 0, 2), cute.group_modes(gX, 0, 2)
+            tma.atom, 0, whole, cute.group_modes(sX, 0, 2), cute.group_modes(gX, 0, 2)
         )
         ring.producer_acquire(state)
-        cute.copy(
-            atom,
-            tXgX[None, block_idx],
-            tXsX[None, state.index],
-            tma_bar_ptr=ring.producer_get_barrier(state),
-        )
+        full = ring.producer_get_barrier(state)
+        cute.copy(tma.atom, tXgX[None, block_idx], tXsX[None, state.index], tma_bar_ptr=full)
 
     @cute.jit
     def attend(
         self,
         mma_qk: cute.TiledMma,
         mma_pv: cute.TiledMma,
-        o_tma,
+        o_tma: Tma,
         mLSE: cute.Tensor,
         mSink: Optional[cute.Tensor],
         sQ: cute.Tensor,
+        q_swizzle: cute.Swizzle,
         sK: cute.Tensor,
         sVt: cute.Tensor,
         sO: cute.Tensor,
-        q_pipeline: pipeline.PipelineAsync,
-        k_pipeline: pipeline.PipelineAsync,
-        v_pipeline: pipeline.PipelineAsync,
-        sequences,
-        scales,
-        window,
-        tiles,
-        fills_padding: Int32,
+        rings: Rings,
+        call: Call,
     ):
-        """Consumer warpgroups: scores, softmax, P V and output of 64 query rows each."""
-        schedule, features = self.schedule, self.features
+        """Consumer warpgroups: scores, softmax, P V and output of 64 query rows each.
+
+        Waits for full stages of q, k and v, and gives them back.
+        """
+        schedule = self.schedule
         warpgroups = schedule.consumer_warpgroups
         tidx = cute.arch.thread_idx()[0] - WARPGROUP
         wg = cute.arch.make_warp_uniform(tidx // WARPGROUP)
@@ -537,21 +561,18 @@ class HopperForward:
 
         # Descriptors are a warpgroup's, not a thread's.
         qk, pv = mma_qk.get_slice(0), mma_pv.get_slice(0)
-        tSrQ = mma_qk.make_fragment_A(qk.partition_A(sQ[None, None, wg]))  # (MMA, M, K)
-        tSrK = mma_qk.make_fragment_B(qk.partition_B(sK))  # (MMA, N, K, stages)
-        tOrV = mma_pv.make_fragment_B(pv.partition_B(sVt))  # (MMA, N, K, stages)
-        scores = cute.make_rmem_tensor(
-            mma_qk.partition_shape_C((ROWS, schedule.tile_n)), Float32
+        slab = self.q_slab_of(sQ, q_swizzle, wg)
+        scores = cute.make_rmem_tensor(mma_qk.partition_shape_C((ROWS, schedule.tile_n)), Float32)
+        out = cute.make_rmem_tensor(mma_pv.partition_shape_C((ROWS, schedule.head_dim_v)), Float32)
+        regs = Fragments(
+            mma_qk.make_fragment_A(qk.partition_A(slab)),
+            mma_qk.make_fragment_B(qk.partition_B(sK)),
+            mma_pv.make_fragment_B(pv.partition_B(sVt)),
+            scores,
+            out,
+            cute.make_rmem_tensor_like(scores, self.dtype),
+            *[cute.make_rmem_tensor(2, Float32) for _ in range(3)],
         )
-        out = cute.make_rmem_tensor(
-            mma_pv.partition_shape_C((ROWS, schedule.head_dim_v)), Float32
-        )
-        probabilities = cute.make_rmem_tensor_like(scores, self.dtype)
-        fragments = (tSrQ, tSrK, tOrV, scores, out, probabilities)
-        row_max = cute.make_rmem_tensor(2, Float32)
-        row_sum = cute.make_rmem_tensor(2, Float32)
-        rescale = cute.make_rmem_tensor(2, Float32)
-        rows = (row_max, row_sum, rescale)
 
         if const_expr(schedule.takes_turns):
             if wg == warpgroups - 1:
@@ -561,37 +582,40 @@ class HopperForward:
         blocks_read = Int32(0)
         tiles_read = Int32(0)
         tile_idx = cute.arch.block_idx()[0]
-        while tile_idx < tiles[0]:
-            tile, bounds_q, _, keys = self.locate(tile_idx, sequences, window, tiles)
-            if tile.m_block * schedule.tile_m < bounds_q.rows:
-                # Query row of this thread's first accumulator row; the other is 8 further.
-                row = (
-                    tile.m_block * schedule.tile_m
-                    + wg * ROWS
-                    + thread // 32 * 16
-                    + thread % 32 // 4
-                )
+        while tile_idx < call.num_tiles:
+            work = self.locate(tile_idx, call)
+            keys = work.keys
+            first_row = work.tile.m_block * schedule.tile_m
+            if first_row < work.q.rows:
+                row = first_row + wg * ROWS + thread // 32 * 16 + thread % 32 // 4
+                place = Place(wg, thread, row, thread % 4 * 2)
                 q_state = pipeline.PipelineState(warpgroups, tiles_read, wg, tiles_read & 1)
-                q_pipeline.consumer_wait(q_state)
-                out.fill(0.0)
-                row_max.fill(-Float32.inf)
-                row_sum.fill(0.0)
+                rings.q.consumer_wait(q_state)
+                regs.out.fill(0.0)
+                regs.row_max.fill(-Float32.inf)
+                regs.row_sum.fill(0.0)
                 if keys.first < keys.end:
                     blocks_read = self.attend_keys(
-                        mma_qk, mma_pv, fragments, rows, k_pipeline, v_pipeline,
-                        wg, row, thread % 4 * 2, keys, scales, window, blocks_read,
+                        mma_qk, mma_pv, regs, rings, place, keys, call, blocks_read
                     )
                 if const_expr(not schedule.o_shares_q):
-                    q_pipeline.consumer_release(q_state)
-                self.normalise(mLSE, mSink, out, rows, tile, bounds_q, row, thread, scales)
-                self.store_output(
-                    mma_pv, o_tma, out, sO, q_pipeline, q_state, tile, bounds_q, wg, thread,
-                    fills_padding,
-                )
+                    rings.q.consumer_release(q_state)
+                self.normalise(mLSE, mSink, regs, place, work, call)
+                self.store_output(mma_pv, o_tma, regs.out, sO, rings.q, q_state, place, work, call)
                 tiles_read = tiles_read + 1
             tile_idx = tile_idx + cute.arch.grid_dim()[0]
         # Shared memory has to outlive the copies that read it.
         cute.arch.cp_async_bulk_wait_group(0, read=True)
+
+    def q_slab_of(self, sQ: cute.Tensor, swizzle: cute.Swizzle, wg: Int32):
+        """sQ[:, :, wg], with the slab's offset in the pointer and its alignment stated.
+
+        Then the matmuls' descriptors come out of it by OR with constants; from the sliced tensor
+        they take 64-bit additions with carry, ten instructions more in the loop.
+        """
+        pointer = (sQ.iterator + wg * self.schedule.q_slab).align(1024)
+        pointer = cute.recast_ptr(pointer, swizzle, dtype=self.dtype)
+        return cute.make_tensor(pointer, sQ[None, None, 0].layout)
 
     def turn(self, wg):
         """Barrier at which warpgroup ``wg`` waits for its turn to issue matmuls."""
@@ -602,16 +626,11 @@ class HopperForward:
         self,
         mma_qk: cute.TiledMma,
         mma_pv: cute.TiledMma,
-        fragments,
-        rows,
-        k_pipeline: pipeline.PipelineAsync,
-        v_pipeline: pipeline.PipelineAsync,
-        wg: Int32,
-        row: Int32,
-        column: Int32,
+        regs: Fragments,
+        rings: Rings,
+        place: Place,
         keys: KeyRange,
-        scales,
-        window,
+        call: Call,
         blocks_read: Int32,
     ):
         """All key blocks of one query tile, last to first; returns the new count of blocks read.
@@ -620,43 +639,41 @@ class HopperForward:
         computed. Leaves the unnormalised output and the row statistics in registers.
         """
         schedule, features = self.schedule, self.features
-        tSrQ, tSrK, tOrV, scores, out, probabilities = fragments
-        where = (wg, row, column, keys, scales, window)
 
         # The first block has nothing to overlap with.
         k_state = self.stage_at(blocks_read, schedule.stages, False)
-        k_pipeline.consumer_wait(k_state)
-        self.matmul(mma_qk, scores, tSrQ, tSrK[None, None, None, k_state.index], False)
+        rings.k.consumer_wait(k_state)
+        self.matmul(mma_qk, regs.scores, regs.q, regs.k[None, None, None, k_state.index], False)
         warpgroup.wait_group(0)
-        k_pipeline.consumer_release(k_state)
-        self.softmax(scores, rows, where, keys.end - 1, is_first=True, is_masked=True)
-        accumulator.round_into(probabilities, scores)
+        rings.k.consumer_release(k_state)
+        self.softmax(regs, place, keys, call, keys.end - 1, is_first=True, is_masked=True)
+        accumulator.round_into(regs.probabilities, regs.scores)
 
+        # What is left, in the order of visiting: [clear_end, rest) masked by the right bound,
+        # [clear_first, clear_end) whole, [first, clear_first) masked by the left bound.
         rest = keys.end - 1
         clear_end = cutlass.min(keys.clear_end, rest)
         clear_first = cutlass.min(keys.clear_first, clear_end)
+        step = (mma_qk, mma_pv, regs, rings, place, keys, call)
         if const_expr(features.has_right_bound):
             for i in cutlass.range(rest - clear_end, unroll=1):
-                self.block_step(mma_qk, mma_pv, fragments, rows, k_pipeline, v_pipeline, where,
-                                rest - 1 - i, blocks_read + i, is_masked=True)
+                self.block_step(*step, rest - 1 - i, blocks_read + i, is_masked=True)
             blocks_read = blocks_read + (rest - clear_end)
             rest = clear_end
         for i in cutlass.range(rest - clear_first, unroll=1):
-            self.block_step(mma_qk, mma_pv, fragments, rows, k_pipeline, v_pipeline, where,
-                            rest - 1 - i, blocks_read + i, is_masked=False)
+            self.block_step(*step, rest - 1 - i, blocks_read + i, is_masked=False)
         blocks_read = blocks_read + (rest - clear_first)
         if const_expr(features.has_left_bound):
             for i in cutlass.range(clear_first - keys.first, unroll=1):
-                self.block_step(mma_qk, mma_pv, fragments, rows, k_pipeline, v_pipeline, where,
-                                clear_first - 1 - i, blocks_read + i, is_masked=True)
+                self.block_step(*step, clear_first - 1 - i, blocks_read + i, is_masked=True)
             blocks_read = blocks_read + (clear_first - keys.first)
 
         v_state = self.stage_at(blocks_read, schedule.stages, False)
-        v_pipeline.consumer_wait(v_state)
-        self.matmul(mma_pv, out, accumulator.as_operand_a(probabilities),
-                    tOrV[None, None, None, v_state.index], True)
+        rings.v.consumer_wait(v_state)
+        p = accumulator.as_operand_a(regs.probabilities)
+        self.matmul(mma_pv, regs.out, p, regs.v[None, None, None, v_state.index], True)
         warpgroup.wait_group(0)
-        v_pipeline.consumer_release(v_state)
+        rings.v.consumer_release(v_state)
         return blocks_read + 1
 
     @cute.jit
@@ -664,11 +681,11 @@ class HopperForward:
         self,
         mma_qk: cute.TiledMma,
         mma_pv: cute.TiledMma,
-        fragments,
-        rows,
-        k_pipeline: pipeline.PipelineAsync,
-        v_pipeline: pipeline.PipelineAsync,
-        where,
+        regs: Fragments,
+        rings: Rings,
+        place: Place,
+        keys: KeyRange,
+        call: Call,
         n_block: Int32,
         blocks_read: Int32,
         is_masked: cutlass.Constexpr[bool],
@@ -678,37 +695,36 @@ class HopperForward:
         blocks_read  ring position of the block before; its probabilities are in registers
         """
         schedule = self.schedule
-        tSrQ, tSrK, tOrV, scores, out, probabilities = fragments
-        wg = where[0]
         k_state = self.stage_at(blocks_read + 1, schedule.stages, False)
         v_state = self.stage_at(blocks_read, schedule.stages, False)
-        k_pipeline.consumer_wait(k_state)
+        p = accumulator.as_operand_a(regs.probabilities)
+        rings.k.consumer_wait(k_state)
         if const_expr(schedule.takes_turns):
-            self.turn(wg).arrive_and_wait()
-        self.matmul(mma_qk, scores, tSrQ, tSrK[None, None, None, k_state.index], False)
-        v_pipeline.consumer_wait(v_state)
-        self.matmul(mma_pv, out, accumulator.as_operand_a(probabilities),
-                    tOrV[None, None, None, v_state.index], True)
+            self.turn(place.warpgroup).arrive_and_wait()
+        self.matmul(mma_qk, regs.scores, regs.q, regs.k[None, None, None, k_state.index], False)
+        rings.v.consumer_wait(v_state)
+        self.matmul(mma_pv, regs.out, p, regs.v[None, None, None, v_state.index], True)
         if const_expr(schedule.takes_turns):
-            following = (wg + 1) % schedule.consumer_warpgroups
-            self.turn(following).arrive()
+            self.turn((place.warpgroup + 1) % schedule.consumer_warpgroups).arrive()
         warpgroup.wait_group(1)
-        self.softmax(scores, rows, where, n_block, is_first=False, is_masked=is_masked)
-        k_pipeline.consumer_release(self.known_after(k_state, rows[1]))
+        self.softmax(regs, place, keys, call, n_block, is_first=False, is_masked=is_masked)
+        rings.k.consumer_release(self.known_after(k_state, regs.row_sum))
         warpgroup.wait_group(0)
-        v_pipeline.consumer_release(v_state)
-        scale_rows(accumulator.by_row(out), rows[2])
-        accumulator.round_into(probabilities, scores)
+        rings.v.consumer_release(v_state)
+        # Before the output is scaled: conversions run at half rate, and the multiplications that
+        # follow fill the gaps.
+        accumulator.round_into(regs.probabilities, regs.scores)
+        scale_rows(accumulator.by_row(regs.out), regs.rescale)
 
     @cute.jit
     def known_after(self, state: pipeline.PipelineState, row_sum: cute.Tensor):
         """The same state, made to depend on the row sums, so that it is known only after them.
 
         ptxas sees no reason to compute the exponentials before it waits for P V, and moves the
-        wait ahead of them: softmax and matmul then take turns instead of overlapping (seen in
-        SASS; d128 full lost 13 %). It does keep the wait behind the release of K, and the release
-        behind what its address is made of. A sum of exponentials is never negative (nor is a NaN
-        less than zero), which the compiler cannot know.
+        wait ahead of them: a warpgroup's softmax and its own P V then take turns instead of
+        overlapping. It does keep the wait behind the release of K, and the release behind what
+        its address is made of. A sum of exponentials is never negative (nor is a NaN less than
+        zero), which the compiler cannot know.
         """
         never = Int32(1) if row_sum[0] + row_sum[1] < 0.0 else Int32(0)
         return pipeline.PipelineState(
@@ -734,42 +750,50 @@ class HopperForward:
             atom.set(warpgroup.Field.ACCUMULATE, True)
         warpgroup.commit_group()
 
+    def scale_log2(self, call: Call):
+        """What turns the scores that the softmax sees into exponents of 2."""
+        if self.features.score == "plain":
+            return call.softmax_scale * LOG2_E
+        return Float32(LOG2_E)
+
     @cute.jit
     def softmax(
         self,
-        scores: cute.Tensor,
-        rows,
-        where,
+        regs: Fragments,
+        place: Place,
+        keys: KeyRange,
+        call: Call,
         n_block: Int32,
         is_first: cutlass.Constexpr[bool],
         is_masked: cutlass.Constexpr[bool],
     ):
         """Turn the raw products of one block into probabilities, updating the row statistics."""
         features = self.features
-        _, row, column, keys, (softmax_scale, softcap), (left, right) = where
-        row_max, row_sum, rescale = rows
-        scale_log2 = Float32(LOG2_E)
         if const_expr(features.score == "softcap"):
-            soft_cap(scores, softmax_scale, softcap)
+            soft_cap(regs.scores, call.softmax_scale, call.softcap)
         elif const_expr(features.score == "scaled"):
-            scale_scores(scores, softmax_scale)
-        else:
-            scale_log2 = softmax_scale * LOG2_E
-        by_row = accumulator.by_row(scores)
+            scale_scores(regs.scores, call.softmax_scale)
+        scores = accumulator.by_row(regs.scores)
         if const_expr(is_masked):
             mask_scores(
-                by_row,
-                n_block * self.schedule.tile_n + column,
-                row,
+                scores,
+                n_block * self.schedule.tile_n + place.column,
+                place.row,
                 keys.length,
                 keys.diagonal,
-                left,
-                right,
+                call.left,
+                call.right,
                 features.has_left_bound,
                 features.has_right_bound,
             )
         online_softmax_step(
-            by_row, row_max, row_sum, rescale, scale_log2, is_first, may_hide_all=is_masked
+            scores,
+            regs.row_max,
+            regs.row_sum,
+            regs.rescale,
+            self.scale_log2(call),
+            is_first,
+            may_hide_all=is_masked,
         )
 
     @cute.jit
@@ -777,62 +801,52 @@ class HopperForward:
         self,
         mLSE: cute.Tensor,
         mSink: Optional[cute.Tensor],
-        out: cute.Tensor,
-        rows,
-        tile: Tile,
-        bounds_q,
-        row: Int32,
-        thread: Int32,
-        scales,
+        regs: Fragments,
+        place: Place,
+        work: Work,
+        call: Call,
     ):
-        """Divide the output by its row sums and store the LSE."""
-        features = self.features
-        row_max, row_sum, factors = rows
-        scale_log2 = Float32(LOG2_E)
-        if const_expr(features.score == "plain"):
-            scale_log2 = scales[0] * LOG2_E
+        """Divide the output by its row sums, and store the LSE if it is wanted."""
+        tile, q = work.tile, work.q
+        has_sink = const_expr(self.features.sink_dtype is not None)
         sink_log2 = Float32(0.0)
-        if const_expr(features.sink_dtype is not None):
+        if const_expr(has_sink):
             sink_log2 = mSink[tile.head_idx].to(Float32) * LOG2_E
         for r in cutlass.range_constexpr(2):
             factor, lse = finish_row(
-                row_max[r], row_sum[r], scale_log2, sink_log2, features.sink_dtype is not None
+                regs.row_max[r], regs.row_sum[r], self.scale_log2(call), sink_log2, has_sink
             )
-            this_row = row + 8 * r
-            if this_row >= bounds_q.length:
+            row = place.row + 8 * r
+            if row >= q.length:
                 # Padding: what was computed for it came from zeros.
                 factor = Float32(0.0)
                 lse = -Float32.inf
-            factors[r] = factor
-            if thread % 4 == 0:
-                if this_row < bounds_q.rows:
-                    if const_expr(features.packed_q):
-                        mLSE[bounds_q.start + this_row, tile.head_idx] = lse
-                    else:
-                        mLSE[this_row, tile.head_idx, tile.batch_idx] = lse
-        scale_rows(accumulator.by_row(out), factors)
+            regs.rescale[r] = factor
+            if (call.stores_lse != 0) & (place.thread % 4 == 0) & (row < q.rows):
+                if const_expr(self.features.packed_q):
+                    mLSE[q.start + row, tile.head_idx] = lse
+                else:
+                    mLSE[row, tile.head_idx, tile.batch_idx] = lse
+        scale_rows(accumulator.by_row(regs.out), regs.rescale)
 
     @cute.jit
     def store_output(
         self,
         mma_pv: cute.TiledMma,
-        o_tma,
+        o_tma: Tma,
         out: cute.Tensor,
         sO: cute.Tensor,
-        q_pipeline: pipeline.PipelineAsync,
+        q_ring: pipeline.PipelineAsync,
         q_state: pipeline.PipelineState,
-        tile: Tile,
-        bounds_q,
-        wg: Int32,
-        thread: Int32,
-        fills_padding: Int32,
+        place: Place,
+        work: Work,
+        call: Call,
     ):
         """Registers -> stmatrix -> this warpgroup's slab -> TMA store, clipped to the sequence."""
-        schedule, features = self.schedule, self.features
-        barrier = pipeline.NamedBarrier(
-            barrier_id=Barrier.EPILOGUE + wg, num_threads=WARPGROUP
-        )
-        stores = cute.arch.make_warp_uniform(thread // 32) == 0
+        schedule = self.schedule
+        wg = place.warpgroup
+        barrier = pipeline.NamedBarrier(barrier_id=Barrier.EPILOGUE + wg, num_threads=WARPGROUP)
+        stores = cute.arch.make_warp_uniform(place.thread // 32) == 0
         slab = sO[None, None, wg]
 
         # The slab is free once the previous tile's copy has read it (own buffer), and once every
@@ -842,7 +856,7 @@ class HopperForward:
         barrier.arrive_and_wait()
         stmatrix = cute.make_copy_atom(warp.StMatrix8x8x16bOp(False, 4), self.dtype)
         r2s = cute.make_tiled_copy_C(stmatrix, mma_pv)
-        thr = r2s.get_slice(thread)
+        thr = r2s.get_slice(place.thread)
         rounded = cute.make_rmem_tensor_like(out, self.dtype)
         accumulator.round_into(rounded, out)
         cute.copy(r2s, thr.retile(rounded), thr.partition_D(slab))
@@ -850,24 +864,20 @@ class HopperForward:
         cute.arch.fence_proxy("async.shared", space="cta")
         barrier.arrive_and_wait()
         if stores:
-            stored_rows = bounds_q.rows
+            stored_rows = work.q.rows
             if const_expr(self.q_is_ragged):
-                stored_rows = bounds_q.rows if fills_padding != 0 else bounds_q.length
-            gO = cute.local_tile(
-                self.rows_of(o_tma[1], bounds_q.start, stored_rows, tile, tile.head_idx,
-                             self.q_is_ragged, features.packed_q),
-                (ROWS, schedule.head_dim_v),
-                (tile.m_block * schedule.consumer_warpgroups + wg, 0),
-            )
+                stored_rows = work.q.rows if call.fills_padding != 0 else work.q.length
+            gO = self.query_tiles(o_tma.tensor, work, stored_rows, schedule.head_dim_v)
+            whole = cute.make_layout(1)
             tOsO, tOgO = cpasync.tma_partition(
-                o_tma[0], 0, cute.make_layout(1), cute.group_modes(slab, 0, 2),
-                cute.group_modes(gO, 0, 2),
+                o_tma.atom, 0, whole, cute.group_modes(slab, 0, 2), cute.group_modes(gO, 0, 2)
             )
-            cute.copy(o_tma[0], tOsO, tOgO)
+            m_idx = work.tile.m_block * schedule.consumer_warpgroups + wg
+            cute.copy(o_tma.atom, tOsO, tOgO[None, m_idx])
             cute.arch.cp_async_bulk_commit_group()
             if const_expr(schedule.o_shares_q):
                 cute.arch.cp_async_bulk_wait_group(0, read=True)
-                q_pipeline.consumer_release(q_state)
+                q_ring.consumer_release(q_state)
 
 
 def compile_forward(
@@ -912,6 +922,7 @@ def compile_forward(
         Float32(0.0),
         Int32(0),
         Int32(0),
+        Int32(1),
         Int32(1),
         Int32(1),
         Int32(1),
