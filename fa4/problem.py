@@ -183,7 +183,11 @@ def describe_problem(
     if cap < 0.0:
         raise ValueError(f"softcap={softcap} is negative; use 0 for none or a positive cap.")
     left, right = mask_bounds(bool(causal), check_window(window_size))
-    tensors = [("q", q), ("k", k), ("v", v)] + ([] if out is None else [("out", out)])
+    clips_q = seqused_q is not None and not packed_q
+    clips_k = seqused_k is not None and not packed_k
+    tensors = [("q", q, clips_q), ("k", k, clips_k), ("v", v, clips_k)]
+    if out is not None:
+        tensors.append(("out", out, clips_q))
     return AttentionProblem(
         dtype=DTYPE_NAMES[q.dtype],
         batch=batch,
@@ -207,8 +211,13 @@ def describe_problem(
     )
 
 
-def layout_fault(name: str, tensor: Tensor) -> str | None:
-    """Why TMA cannot address a tensor, or None. Strides of modes of extent one do not matter."""
+def layout_fault(name: str, tensor: Tensor, is_clipped: bool = False) -> str | None:
+    """Why TMA cannot address a tensor, or None. Strides of modes of extent one do not matter.
+
+    is_clipped  a dense tensor (batch, rows, heads, dim) of which only some rows are in use: its
+                batch entries must then be whole rows or whole heads apart
+                (`kernels.blocks.global_view.ragged`)
+    """
     size = tensor.element_size()
     if tensor.numel() == 0:
         return None
@@ -222,6 +231,19 @@ def layout_fault(name: str, tensor: Tensor) -> str | None:
             )
     if tensor.data_ptr() % TMA_ALIGNMENT:
         return f"{name} starts at an address that is not a multiple of {TMA_ALIGNMENT} bytes"
+    if is_clipped and tensor.shape[0] > 1 and tensor.stride(0):
+        # An extent of one counts with the kernel's own stride, which divides every other.
+        batch, *others = tensor.stride()[:3]
+        units = [
+            unit if extent > 1 else TMA_ALIGNMENT // size
+            for unit, extent in zip(others, tensor.shape[1:3], strict=True)
+        ]
+        steps = [batch // unit for unit in units if unit and batch % unit == 0]
+        if not steps or steps[0] * tensor.shape[0] > MAX_ROWS:
+            return (
+                f"{name} has strides {tensor.stride()}; with seqused its batch stride must be a "
+                "multiple of its row stride or its head stride"
+            )
     return None
 
 

@@ -9,6 +9,9 @@ from cutlass import Int32, Int64
 
 TMA_ALIGNMENT = 16  # bytes: base address and every stride but the innermost
 
+RAGGED_ROWS = 1 << 30  # more rows than any sequence has
+ANY_EXTENT = 0x7FFF0000  # of a mode whose bound is never meant to clip
+
 
 def rows_first(tensor: cute.Tensor):
     """Reorder (batch, rows, heads, dim) or (rows, heads, dim) to (rows, dim, heads[, batch]).
@@ -39,50 +42,61 @@ def modes_reversed(tensor: cute.Tensor):
 
 
 def ragged(tensor: cute.Tensor):
-    """Make (rows, dim, ...) clippable at the end of any sequence inside it, in hardware.
+    """Make (rows, dim, heads[, batch]) clippable at the end of any sequence inside it, in hardware.
 
-    Returns a tensor (rows, dim, ends, ...) whose element (r, c, e) lies at row r + e - N of the
-    original, N being its number of rows. A sequence of ``length`` rows from ``start`` is then
-    the coordinates r = N - length + i, e = start + length: the end of the sequence falls on the
-    bound of mode 0, so that TMA fills loads beyond it with zeros and drops stores beyond it. The
-    view starts N rows before the tensor; no address in front of the tensor is ever formed from a
-    coordinate in bounds. Technique: the ragged TMA descriptors of Triton.
+    Returns (view, row_step, head_step). The view is (rows, dim, back, forth, heads): its element
+    (r, c, RAGGED_ROWS, f, h) lies at row r + f - RAGGED_ROWS of the original. A sequence of
+    ``length`` rows from ``start`` is then the coordinates r = RAGGED_ROWS - length + i and
+    f = start + length: the end of the sequence falls on the bound of mode 0, so that TMA fills
+    loads beyond it with zeros and drops stores beyond it. The way back is a stride so long that
+    its product with RAGGED_ROWS wraps around 64 bits. (Moving the base address to the front instead
+    saves a mode, but with it loads were seen to fault on an H200.) Technique: the ragged TMA
+    descriptors of Triton.
+
+    TMA has five modes, so a batch mode is folded into the rows or the heads: batch entry b lies
+    row_step * b rows or head_step * b heads further. The caller has checked that one of the two
+    strides divides the batch's.
     """
-    rows = tensor.shape[0]
-    row_stride = tensor.stride[0]
-    shape = (rows, tensor.shape[1], rows + 1, *tensor.shape[2:])
-    stride = (row_stride, tensor.stride[1], row_stride, *tensor.stride[2:])
-    base = tensor.iterator.toint() - Int64(rows) * Int64(row_stride) * (
-        tensor.element_type.width // 8
+    dims = tensor.shape[1]
+    row_stride, dim_stride, head_stride = tensor.stride[:3]
+    step = TMA_ALIGNMENT * 8 // tensor.element_type.width
+    back = cute.assume(Int64(1 << 34) - row_stride, divby=step)
+    view = cute.make_tensor(
+        tensor.iterator,
+        cute.make_layout(
+            (RAGGED_ROWS, dims, ANY_EXTENT, ANY_EXTENT, ANY_EXTENT),
+            stride=(row_stride, dim_stride, back, row_stride, head_stride),
+        ),
     )
-    pointer = cute.make_ptr(
-        tensor.element_type, base, cute.AddressSpace.gmem, assumed_align=TMA_ALIGNMENT
-    )
-    return cute.make_tensor(pointer, cute.make_layout(shape, stride=stride))
+    row_step = head_step = Int32(0)
+    if cute.rank(tensor) == 4:
+        batch_stride = Int64(tensor.stride[3])
+        # Strides of 0 (expanded) divide nothing; extents of one move nothing.
+        moves = (tensor.shape[3] != 1) & (batch_stride != 0)
+        by_rows = (row_stride > 0) & (batch_stride % cutlass.max(row_stride, 1) == 0)
+        quotients = [batch_stride // cutlass.max(s, Int64(1)) for s in (row_stride, head_stride)]
+        row_step = Int32(cutlass.select_(moves & by_rows, quotients[0], Int64(0)))
+        head_step = Int32(cutlass.select_(moves & ~by_rows, quotients[1], Int64(0)))
+    return view, row_step, head_step
 
 
 def one_sequence(
     tensor: cute.Tensor,
+    steps: tuple[Int32, Int32] | None,
     start: Int32,
     length: Int32,
     head_idx: Int32,
     batch_idx: Int32,
-    is_ragged: bool,
-    is_packed: bool,
 ):
     """The (rows, dim) part of a TMA tensor that belongs to one head of one sequence.
 
+    steps          (row_step, head_step) of `ragged`, whose view is clipped to ``length``; None for
+                   a plain dense tensor
     start, length  rows of the sequence; a dense tensor counts rows from its own batch entry
-    is_ragged      the tensor was made by `ragged`, and is clipped to ``length``
-    is_packed      there is no batch mode
     """
-    if is_ragged:
-        if is_packed:
-            rows = tensor[None, None, start + length, head_idx]
-        else:
-            rows = tensor[None, None, start + length, head_idx, batch_idx]
-        first = tensor.shape[0] - length
-    else:
-        rows = tensor[None, None, head_idx, batch_idx]
-        first = start
-    return cute.domain_offset((first, 0), rows)
+    if steps is None:
+        return cute.domain_offset((start, 0), tensor[None, None, head_idx, batch_idx])
+    row_step, head_step = steps
+    forth = start + length + batch_idx * row_step
+    rows = tensor[None, None, RAGGED_ROWS, forth, head_idx + batch_idx * head_step]
+    return cute.domain_offset((RAGGED_ROWS - length, 0), rows)

@@ -69,10 +69,11 @@ class Barrier(IntEnum):
 
 
 class Tma(NamedTuple):
-    """A TMA copy and the tensor of coordinates that it takes."""
+    """A TMA copy, the tensor of coordinates that it takes, and `global_view.ragged`'s steps."""
 
     atom: cute.CopyAtom
     tensor: cute.Tensor
+    steps: Optional[tuple[Int32, Int32]]
 
 
 class Call(NamedTuple):
@@ -314,10 +315,12 @@ class HopperForward:
 
     def tma(self, op, tensor: cute.Tensor, is_ragged: bool, staged_layout, tile):
         """A TMA copy of ``tile`` rows by dims of ``tensor`` to or from one stage of a layout."""
+        steps = None
         if is_ragged:
-            tensor = global_view.ragged(tensor)
+            tensor, *steps = global_view.ragged(tensor)
         one_stage = cute.slice_(staged_layout, (None, None, 0))
-        return Tma(*cpasync.make_tiled_tma_atom(op, tensor, one_stage, tile))
+        atom, coordinates = cpasync.make_tiled_tma_atom(op, tensor, one_stage, tile)
+        return Tma(atom, coordinates, steps and tuple(steps))
 
     # -------------------------------------------------------------- device side
     @cute.kernel
@@ -373,9 +376,7 @@ class HopperForward:
                 self.load(q_tma, k_tma, v_tma, sQ, sK, sV, rings, call)
         else:
             cute.arch.setmaxregister_increase(schedule.consumer_registers)
-            self.attend(
-                mma_qk, mma_pv, o_tma, mLSE, mSink, sQ, sQ_layout.inner, sK, sVt, sO, rings, call
-            )
+            self.attend(mma_qk, mma_pv, o_tma, mLSE, mSink, sQ, sK, sVt, sO, rings, call)
 
     def with_slabs(self, layout: cute.Layout, slab: int):
         """(rows, dim, warpgroups) with the warpgroups' slabs ``slab`` elements apart."""
@@ -464,9 +465,9 @@ class HopperForward:
             work = self.locate(tile_idx, call)
             tile, keys = work.tile, work.keys
             if tile.m_block * schedule.tile_m < work.q.rows:
-                gQ = self.query_tiles(q_tma.tensor, work, work.q.length, schedule.head_dim)
-                gK = self.key_blocks(k_tma.tensor, work, call, schedule.head_dim)
-                gV = self.key_blocks(v_tma.tensor, work, call, schedule.head_dim_v)
+                gQ = self.query_tiles(q_tma, work, work.q.length, schedule.head_dim)
+                gK = self.key_blocks(k_tma, work, call, schedule.head_dim)
+                gV = self.key_blocks(v_tma, work, call, schedule.head_dim_v)
                 num_blocks = keys.end - keys.first
                 last = keys.end - 1
                 if num_blocks > 0:
@@ -488,29 +489,23 @@ class HopperForward:
             tile_idx = tile_idx + cute.arch.grid_dim()[0]
         # No tail: barriers are this CTA's own, and its shared memory lives until its last warp.
 
-    def query_tiles(self, mX: cute.Tensor, work: Work, length: Int32, dim: int):
+    def query_tiles(self, tma: Tma, work: Work, length: Int32, dim: int):
         """Rows of q or o of a tile's sequence and head, cut into (ROWS, dim, tiles)."""
+        tile = work.tile
+        # Packed sequences are told apart by their rows, not by a batch mode.
+        batch_idx = Int32(0) if self.features.packed_q else tile.batch_idx
         rows = global_view.one_sequence(
-            mX,
-            work.q.start,
-            length,
-            work.tile.head_idx,
-            work.tile.batch_idx,
-            self.q_is_ragged,
-            self.features.packed_q,
+            tma.tensor, tma.steps, work.q.start, length, tile.head_idx, batch_idx
         )
         return cute.local_tile(rows, (ROWS, dim), (None, 0))
 
-    def key_blocks(self, mX: cute.Tensor, work: Work, call: Call, dim: int):
+    def key_blocks(self, tma: Tma, work: Work, call: Call, dim: int):
         """Rows of k or v that a tile's sequence sees, of its head, as (tile_n, dim, blocks)."""
+        tile, keys = work.tile, work.keys
+        head_kv = tile.head_idx // (call.heads_q // call.heads_kv)
+        batch_idx = Int32(0) if self.features.packed_k else tile.batch_idx
         rows = global_view.one_sequence(
-            mX,
-            work.k.start + work.keys.origin,
-            work.keys.length,
-            work.tile.head_idx // (call.heads_q // call.heads_kv),
-            work.tile.batch_idx,
-            self.k_is_ragged,
-            self.features.packed_k,
+            tma.tensor, tma.steps, work.k.start + keys.origin, keys.length, head_kv, batch_idx
         )
         return cute.local_tile(rows, (self.schedule.tile_n, dim), (None, 0))
 
@@ -542,7 +537,6 @@ class HopperForward:
         mLSE: cute.Tensor,
         mSink: Optional[cute.Tensor],
         sQ: cute.Tensor,
-        q_swizzle: cute.Swizzle,
         sK: cute.Tensor,
         sVt: cute.Tensor,
         sO: cute.Tensor,
@@ -561,11 +555,10 @@ class HopperForward:
 
         # Descriptors are a warpgroup's, not a thread's.
         qk, pv = mma_qk.get_slice(0), mma_pv.get_slice(0)
-        slab = self.q_slab_of(sQ, q_swizzle, wg)
         scores = cute.make_rmem_tensor(mma_qk.partition_shape_C((ROWS, schedule.tile_n)), Float32)
         out = cute.make_rmem_tensor(mma_pv.partition_shape_C((ROWS, schedule.head_dim_v)), Float32)
         regs = Fragments(
-            mma_qk.make_fragment_A(qk.partition_A(slab)),
+            mma_qk.make_fragment_A(qk.partition_A(sQ[None, None, wg])),
             mma_qk.make_fragment_B(qk.partition_B(sK)),
             mma_pv.make_fragment_B(pv.partition_B(sVt)),
             scores,
@@ -606,16 +599,6 @@ class HopperForward:
             tile_idx = tile_idx + cute.arch.grid_dim()[0]
         # Shared memory has to outlive the copies that read it.
         cute.arch.cp_async_bulk_wait_group(0, read=True)
-
-    def q_slab_of(self, sQ: cute.Tensor, swizzle: cute.Swizzle, wg: Int32):
-        """sQ[:, :, wg], with the slab's offset in the pointer and its alignment stated.
-
-        Then the matmuls' descriptors come out of it by OR with constants; from the sliced tensor
-        they take 64-bit additions with carry, ten instructions more in the loop.
-        """
-        pointer = (sQ.iterator + wg * self.schedule.q_slab).align(1024)
-        pointer = cute.recast_ptr(pointer, swizzle, dtype=self.dtype)
-        return cute.make_tensor(pointer, sQ[None, None, 0].layout)
 
     def turn(self, wg):
         """Barrier at which warpgroup ``wg`` waits for its turn to issue matmuls."""
@@ -707,29 +690,14 @@ class HopperForward:
         if const_expr(schedule.takes_turns):
             self.turn((place.warpgroup + 1) % schedule.consumer_warpgroups).arrive()
         warpgroup.wait_group(1)
+        rings.k.consumer_release(k_state)
         self.softmax(regs, place, keys, call, n_block, is_first=False, is_masked=is_masked)
-        rings.k.consumer_release(self.known_after(k_state, regs.row_sum))
         warpgroup.wait_group(0)
         rings.v.consumer_release(v_state)
         # Before the output is scaled: conversions run at half rate, and the multiplications that
         # follow fill the gaps.
         accumulator.round_into(regs.probabilities, regs.scores)
         scale_rows(accumulator.by_row(regs.out), regs.rescale)
-
-    @cute.jit
-    def known_after(self, state: pipeline.PipelineState, row_sum: cute.Tensor):
-        """The same state, made to depend on the row sums, so that it is known only after them.
-
-        ptxas sees no reason to compute the exponentials before it waits for P V, and moves the
-        wait ahead of them: a warpgroup's softmax and its own P V then take turns instead of
-        overlapping. It does keep the wait behind the release of K, and the release behind what
-        its address is made of. A sum of exponentials is never negative (nor is a NaN less than
-        zero), which the compiler cannot know.
-        """
-        never = Int32(1) if row_sum[0] + row_sum[1] < 0.0 else Int32(0)
-        return pipeline.PipelineState(
-            self.schedule.stages, state.count, state.index + never, state.phase
-        )
 
     @cute.jit
     def matmul(
@@ -867,7 +835,7 @@ class HopperForward:
             stored_rows = work.q.rows
             if const_expr(self.q_is_ragged):
                 stored_rows = work.q.rows if call.fills_padding != 0 else work.q.length
-            gO = self.query_tiles(o_tma.tensor, work, stored_rows, schedule.head_dim_v)
+            gO = self.query_tiles(o_tma, work, stored_rows, schedule.head_dim_v)
             whole = cute.make_layout(1)
             tOsO, tOgO = cpasync.tma_partition(
                 o_tma.atom, 0, whole, cute.group_modes(slab, 0, 2), cute.group_modes(gO, 0, 2)

@@ -1,0 +1,109 @@
+"""The table of schedules in docs/schedules.md, made from what dispatch uses.
+
+python -m fa4.schedule_table docs/schedules.md     writes the table into the page
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from pathlib import Path
+from typing import Any
+
+from fa4.kernels.features import HEAD_DIM_CLASSES, ForwardFeatures
+from fa4.pipelines.sm90 import ForwardSchedule, forward_schedule
+
+BEGIN = "<!-- Generated: python -m fa4.schedule_table docs/schedules.md -->"
+END = "<!-- End of what is generated -->"
+
+# Kinds of kernels that may have schedules of their own, by the words of the documentation.
+KINDS: dict[str, dict[str, Any]] = {
+    "full": {},
+    "causal": {"has_right_bound": True},
+    "window": {"has_left_bound": True, "has_right_bound": True},
+    "softcap": {"score": "softcap"},
+    "scale <= 0": {"score": "scaled"},
+    "varlen": {"packed_q": True, "packed_k": True},
+    "seqused": {"has_seqused_q": True, "has_seqused_k": True},
+}
+
+COLUMNS = (
+    "head_dim",
+    "head_dim_v",
+    "kernels",
+    "tile_m x tile_n",
+    "K/V stages",
+    "O lies in",
+    "turns",
+    "registers: consumer, producer",
+    "of which O + S + P",
+    "shared memory, KiB",
+    "persistent",
+)
+
+
+def forward_table() -> str:
+    """The forward schedules, a line for each pair of head dim classes and distinct schedule.
+
+    Whether a kernel is persistent has a column and no line of its own.
+    """
+    rows = [COLUMNS, ("---",) * len(COLUMNS)]
+    for head_dim in HEAD_DIM_CLASSES:
+        for head_dim_v in HEAD_DIM_CLASSES:
+            rows += _rows(head_dim, head_dim_v)
+    return "".join(f"| {' | '.join(row)} |\n" for row in rows)
+
+
+def _rows(head_dim: int, head_dim_v: int) -> list[tuple[str, ...]]:
+    kinds_of: dict[ForwardSchedule, list[str]] = {}
+    persistent: list[str] = []
+    for kind, options in KINDS.items():
+        schedule = forward_schedule(
+            ForwardFeatures(dtype="bf16", head_dim=head_dim, head_dim_v=head_dim_v, **options)
+        )
+        if schedule.is_persistent:
+            persistent.append(kind)
+        as_one_tile = dataclasses.replace(schedule, is_persistent=False)
+        kinds_of.setdefault(as_one_tile, []).append(kind)
+    return [
+        (
+            str(head_dim),
+            str(head_dim_v),
+            _words(kinds),
+            f"{schedule.tile_m} x {schedule.tile_n}",
+            str(schedule.stages),
+            "Q's slabs" if schedule.o_shares_q else "slabs of its own",
+            "yes" if schedule.takes_turns else "no",
+            f"{schedule.consumer_registers}, {schedule.producer_registers}",
+            str(schedule.accumulator_registers),
+            f"{schedule.smem_bytes / 1024:g}",
+            _words([kind for kind in kinds if kind in persistent], of=kinds),
+        )
+        for schedule, kinds in kinds_of.items()
+    ]
+
+
+def _words(kinds: list[str], of: list[str] | None = None) -> str:
+    """Kinds as a list, "all" if they are all there are, "none" for none."""
+    if not kinds:
+        return "none"
+    return "all" if kinds == (list(KINDS) if of is None else of) else ", ".join(kinds)
+
+
+def table_in(page: str) -> str:
+    """The generated part of a page."""
+    before, found, rest = page.partition(f"{BEGIN}\n")
+    table, end, _ = rest.partition(END)
+    if not found or not end:
+        raise ValueError(f"the page does not have the lines {BEGIN!r} and {END!r}.")
+    return table
+
+
+def main() -> None:
+    path = Path(sys.argv[1])
+    page = path.read_text(encoding="utf-8")
+    path.write_text(page.replace(table_in(page), forward_table()), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
