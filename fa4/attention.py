@@ -24,7 +24,7 @@ from fa4.dispatch import (
     decide,
     warn_of_fallback,
 )
-from fa4.launch import ForwardLaunch
+from fa4.launch import ForwardLaunch, Lengths
 from fa4.problem import DTYPE_NAMES, AttentionProblem, describe_problem
 from fa4.reference import attention_reference
 
@@ -79,25 +79,10 @@ def flash_attn_func(
     read. Raises TypeError or ValueError, before any launch, naming the argument at fault.
     Method: Dao 2023 (FlashAttention-2); on Hopper Shah et al. 2024 (FlashAttention-3).
     """
+    if dropout_p != 0.0 or alibi_slopes is not None or return_attn_probs:
+        _refuse(dropout_p=dropout_p, alibi_slopes=alibi_slopes, return_attn_probs=return_attn_probs)
     return _attend(
-        _DENSE,
-        (
-            softmax_scale,
-            causal,
-            tuple(window_size) if type(window_size) is list else window_size,
-            softcap,
-            dropout_p,
-            deterministic,
-            backend,
-            alibi_slopes,
-            return_attn_probs,
-        ),
-        q,
-        k,
-        v,
-        sink,
-        out,
-        return_lse,
+        q, k, v, None, softmax_scale, causal, window_size, softcap, sink, out, backend, return_lse
     )
 
 
@@ -149,9 +134,14 @@ def flash_attn_varlen_func(
     for name, bound in (("max_seqlen_q", max_seqlen_q), ("max_seqlen_k", max_seqlen_k)):
         if bound is not None and (type(bound) is not int or bound < 0):
             _check_max_seqlen(name, bound)
-    if block_table is not None:
-        raise NotImplementedError("block_table is given, but paged keys are not built yet.")
-    lengths = _Lengths(cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k)
+    if dropout_p != 0.0 or alibi_slopes is not None or return_attn_probs or block_table is not None:
+        _refuse(
+            dropout_p=dropout_p,
+            alibi_slopes=alibi_slopes,
+            return_attn_probs=return_attn_probs,
+            block_table=block_table,
+        )
+    lengths = Lengths(cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k)
     if is_checked():
         check_varlen(
             q=q,
@@ -161,23 +151,17 @@ def flash_attn_varlen_func(
             **lengths._asdict(),
         )
     return _attend(
-        lengths,
-        (
-            softmax_scale,
-            causal,
-            tuple(window_size) if type(window_size) is list else window_size,
-            softcap,
-            dropout_p,
-            deterministic,
-            backend,
-            alibi_slopes,
-            return_attn_probs,
-        ),
         q,
         k,
         v,
+        lengths,
+        softmax_scale,
+        causal,
+        window_size,
+        softcap,
         sink,
         out,
+        backend,
         return_lse,
     )
 
@@ -193,46 +177,44 @@ def explain(
     *,
     seqused_q: Tensor | None = None,
     seqused_k: Tensor | None = None,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: Window = (-1, -1),
+    softcap: float | None = 0.0,
     sink: Tensor | None = None,
+    dropout_p: float = 0.0,
+    deterministic: bool = False,
+    return_lse: bool = False,
     out: Tensor | None = None,
+    backend: str = "auto",
+    alibi_slopes: Tensor | None = None,
+    return_attn_probs: bool = False,
+    block_table: Tensor | None = None,
     arch: str | None = None,
-    **options: Any,
 ) -> Decision:
     """How a call of `flash_attn_func` or `flash_attn_varlen_func` would be answered; runs nothing.
 
     Takes the arguments of either. arch ("sm_90a", ...) asks for another machine than the tensors'.
     """
-    options.pop("return_lse", None)
-    for unsupported in ("block_table",):
-        if options.pop(unsupported, None) is not None:
-            raise NotImplementedError(f"{unsupported} is given, but it is not built yet.")
-    unknown = set(options) - set(_Options._fields)
-    if unknown:
-        raise TypeError(f"explain() got unexpected arguments: {', '.join(sorted(unknown))}.")
-    lengths = _Lengths(cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k)
-    return _decide(lengths, _Options(**options), q, k, v, sink, out, arch)
-
-
-class _Lengths(NamedTuple):
-    cu_seqlens_q: Tensor | None = None
-    cu_seqlens_k: Tensor | None = None
-    seqused_q: Tensor | None = None
-    seqused_k: Tensor | None = None
+    _refuse(
+        dropout_p=dropout_p,
+        alibi_slopes=alibi_slopes,
+        return_attn_probs=return_attn_probs,
+        block_table=block_table,
+    )
+    lengths = Lengths(cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k)
+    options = _Options(softmax_scale, causal, window_size, softcap, backend)
+    q, k, v = _autocast(q, k, v) or (q, k, v)
+    return _decide(q, k, v, lengths, options, sink, out, arch)
 
 
 class _Options(NamedTuple):
-    softmax_scale: float | None = None
-    causal: bool = False
-    window_size: Window = (-1, -1)
-    softcap: float | None = 0.0
-    dropout_p: float = 0.0
-    deterministic: bool = False
-    backend: str = "auto"
-    alibi_slopes: Tensor | None = None
-    return_attn_probs: bool = False
+    softmax_scale: float | None
+    causal: bool
+    window_size: Window
+    softcap: float | None
+    backend: str
 
-
-_DENSE = _Lengths()
 
 # Ends of the path, by what the walk looks at. Emptied when full: shapes that keep changing cost
 # the walk.
@@ -241,104 +223,141 @@ MAX_LAUNCHES = 4096
 
 
 def _attend(
-    lengths: _Lengths,
-    options: tuple[Any, ...],
     q: Tensor,
     k: Tensor,
     v: Tensor,
+    lengths: Lengths | None,
+    softmax_scale: float | None,
+    causal: bool,
+    window_size: Window,
+    softcap: float | None,
     sink: Tensor | None,
     out: Tensor | None,
+    backend: str,
     wants_lse: bool,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Answer a call: by a launch that is known already, else by walking the path.
 
-    options  the fields of `_Options`
+    Every look at a tensor costs a tenth of a microsecond or two here, so the key holds no more
+    than it must.
     """
     launch = key = None
     try:
         key = (
-            options,
             q.shape,
-            q.stride(),
             k.shape,
-            k.stride(),
             v.shape,
-            v.stride(),
+            None
+            if q.is_contiguous() and k.is_contiguous() and v.is_contiguous()
+            else (q.stride(), k.stride(), v.stride()),
             q.dtype,
             q.device,
-            torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad),
-            None if sink is None else (sink.shape, sink.dtype, sink.requires_grad),
-            None if out is None else (out.shape, out.stride()),
-            None if lengths is _DENSE else tuple(None if t is None else t.shape for t in lengths),
-            torch.is_autocast_enabled(),
+            torch.is_grad_enabled()
+            and (
+                q.requires_grad
+                or k.requires_grad
+                or v.requires_grad
+                or (sink is not None and sink.requires_grad)
+            ),
+            softmax_scale,
+            causal,
+            window_size,
+            softcap,
+            backend,
+            sink if sink is None else (sink.shape, sink.dtype),
+            out if out is None else (out.shape, out.stride(), out.requires_grad),
+            lengths and tuple(None if t is None else t.shape for t in lengths),
         )
         launch = _launches.get(key)
     except (AttributeError, TypeError):
-        pass  # something is no tensor, or cannot be hashed: the walk says what
+        pass  # something is no tensor, or a window is a list: the walk sees to it
     if launch is not None:
         try:
-            result, lse = launch(q, k, v, out, lengths, sink, wants_lse)
+            result, lse = launch(q, k, v, lengths, sink, out, wants_lse)
             return (result, lse) if wants_lse else result
         except (TypeError, ValueError, RuntimeError):
             # The compiled function checks what the key leaves out: dtypes of k and v, devices,
             # alignment. The walk has a better message, or another answer, or meets the same error.
             pass
-    result, lse = _walk(key, lengths, _Options(*options), q, k, v, sink, out, wants_lse)
+    options = _Options(softmax_scale, causal, window_size, softcap, backend)
+    result, lse = _walk(q, k, v, lengths or Lengths(), options, sink, out, wants_lse, key)
     return (result, lse) if wants_lse else result
 
 
 def _walk(
-    key: tuple[Any, ...] | None,
-    lengths: _Lengths,
-    options: _Options,
     q: Tensor,
     k: Tensor,
     v: Tensor,
+    lengths: Lengths,
+    options: _Options,
     sink: Tensor | None,
     out: Tensor | None,
     wants_lse: bool,
+    key: tuple[Any, ...] | None,
 ) -> tuple[Tensor, Tensor]:
     """The whole path for one call; keeps its end under ``key``."""
-    if isinstance(q, Tensor) and torch.is_autocast_enabled(q.device.type):
-        dtype = torch.get_autocast_dtype(q.device.type)
-        if any(isinstance(t, Tensor) and t.dtype != dtype for t in (q, k, v)):
-            # Floating-point inputs take the autocast dtype, as in torch's SDPA. What is launched
-            # are the copies, so it is not for the key of these tensors.
-            q, k, v = (t.to(dtype) if t.dtype in DTYPE_NAMES else t for t in (q, k, v))
-            key = None
-    decision = _decide(lengths, options, q, k, v, sink, out)
+    cast = _autocast(q, k, v)
+    if cast is not None:
+        # What is launched are copies, so it is not for the key of these tensors.
+        (q, k, v), key = cast, None
+    decision = _decide(q, k, v, lengths, options, sink, out)
     if decision.kernel is None:
-        return _by_reference(decision, lengths, options, q, k, v, sink, out)
+        return _by_reference(decision, q, k, v, lengths, options, sink, out)
     launch = ForwardLaunch(decision.problem, decision.kernel, q)
     if key is not None:
         if len(_launches) >= MAX_LAUNCHES:
             _launches.clear()
         _launches[key] = launch
-    return launch(q, k, v, out, lengths, sink, wants_lse)
+    return launch(q, k, v, lengths, sink, out, wants_lse)
+
+
+def _autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor] | None:
+    """Inside torch.autocast q, k and v in its dtype, as in torch's SDPA; None where they may stay.
+
+    Inputs that all have one 16-bit dtype stay in it.
+    """
+    if not all(isinstance(t, Tensor) and t.dtype in DTYPE_NAMES for t in (q, k, v)):
+        return None
+    device = q.device.type
+    if not (torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)):
+        return None
+    if {q.dtype, k.dtype, v.dtype} in ({torch.bfloat16}, {torch.float16}):
+        return None
+    dtype = torch.get_autocast_dtype(device)
+    return q.to(dtype), k.to(dtype), v.to(dtype)
+
+
+def _refuse(**given: Any) -> None:
+    """Refuse arguments whose values would change the result but are not supported."""
+    allowed = {
+        "dropout_p": (0.0, "dropout is not supported; it must be 0"),
+        "alibi_slopes": (None, "ALiBi is not supported; it must be None"),
+        "return_attn_probs": (False, "it must be False; return_lse=True returns the LSE"),
+        "block_table": (None, "paged keys are not built yet; it must be None"),
+    }
+    for name, value in given.items():
+        default, reason = allowed[name]
+        if value is not default and (isinstance(value, Tensor) or value != default):
+            what = "a tensor" if isinstance(value, Tensor) else repr(value)
+            raise NotImplementedError(f"{name} is {what}: {reason}.")
 
 
 def _decide(
-    lengths: _Lengths,
-    options: _Options,
     q: Tensor,
     k: Tensor,
     v: Tensor,
+    lengths: Lengths,
+    options: _Options,
     sink: Tensor | None,
     out: Tensor | None,
     arch: str | None = None,
 ) -> Decision:
     """Check the arguments and choose; see `fa4.problem` and `fa4.dispatch`."""
-    if options.dropout_p != 0.0:
-        raise NotImplementedError(f"dropout_p={options.dropout_p} is not supported; it must be 0.")
-    if options.alibi_slopes is not None:
-        raise NotImplementedError("alibi_slopes is given, but ALiBi is not supported.")
-    if options.return_attn_probs:
-        raise NotImplementedError("return_attn_probs is not supported; return_lse=True is.")
     if options.backend not in BACKENDS:
         raise ValueError(
             f"backend={options.backend!r} is not one of {', '.join(map(repr, BACKENDS))}."
         )
-    inputs = [t for t in (q, k, v, sink) if t is not None]
+    inputs = [t for t in (q, k, v, sink) if isinstance(t, Tensor)]
     problem = describe_problem(
         q,
         k,
@@ -355,19 +374,17 @@ def _decide(
     if options.backend == "reference":
         return Decision(problem, "reference", reasons=('backend="reference" was asked for',))
     if arch is None:
-        decision = decide(problem, *architecture_of(q.device))
-    else:
-        decision = decide(problem, arch, arch)
-    return decision
+        return decide(problem, *architecture_of(q.device))
+    return decide(problem, arch, arch)
 
 
 def _by_reference(
     decision: Decision,
-    lengths: _Lengths,
-    options: _Options,
     q: Tensor,
     k: Tensor,
     v: Tensor,
+    lengths: Lengths,
+    options: _Options,
     sink: Tensor | None,
     out: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
@@ -410,7 +427,7 @@ def _by_reference(
 
 
 def _query_rows_in_use(
-    problem: AttentionProblem, lengths: _Lengths, device: torch.device
+    problem: AttentionProblem, lengths: Lengths, device: torch.device
 ) -> Tensor | None:
     """Which rows of q are no padding, in the layout of q's row modes; None if all are."""
     rows = torch.arange(problem.seqlen_q, device=device)

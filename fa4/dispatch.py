@@ -208,7 +208,7 @@ def warn_of_fallback(decision: Decision) -> None:
         warnings.warn(
             f"attention is computed by the PyTorch reference: {'; '.join(decision.reasons)}.",
             FallbackWarning,
-            stacklevel=5,
+            stacklevel=6,  # the caller of the public function
         )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,6 +14,18 @@ from fa4.problem import AttentionProblem
 # Keys and values of the heads that run together should fit in this much of L2. An H200 has 60 MB,
 # of which Q, O and the other sequences' leftovers take a share.
 L2_FOR_KEYS_BYTES = 40_000_000
+
+
+class Lengths(NamedTuple):
+    """Lengths as in `fa4.flash_attn_varlen_func`; all None for plain dense batches."""
+
+    cu_seqlens_q: Tensor | None = None
+    cu_seqlens_k: Tensor | None = None
+    seqused_q: Tensor | None = None
+    seqused_k: Tensor | None = None
+
+
+NO_LENGTHS = Lengths()
 
 
 class ForwardLaunch:
@@ -51,15 +63,12 @@ class ForwardLaunch:
         q: Tensor,
         k: Tensor,
         v: Tensor,
-        out: Tensor | None,
-        lengths: Sequence[Tensor | None],
+        lengths: Lengths | None,
         sink: Tensor | None,
+        out: Tensor | None,
         wants_lse: bool,
     ) -> tuple[Tensor, Tensor]:
-        """Returns (out, lse); lse is meaningless unless it was wanted.
-
-        lengths  cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k
-        """
+        """Returns (out, lse); lse is meaningless unless it was wanted."""
         # Padding in a caller's tensor is the caller's; in ours it is zero.
         fills_padding = 0
         if out is None:
@@ -69,12 +78,12 @@ class ForwardLaunch:
         if wants_lse:
             lse = torch.empty(self.lse_shape, dtype=torch.float32, device=self.device)
             stores_lse = 1
-        arguments = (q, k, v, out, lse, *lengths, sink, *self.scalars, fills_padding, stores_lse)
+        tensors = (q, k, v, out, lse, *(lengths or NO_LENGTHS), sink)
         if self.may_be_elsewhere and torch.cuda.current_device() != self.device.index:
             with torch.cuda.device(self.device):
-                self.kernel(*arguments)
+                self.kernel(*tensors, *self.scalars, fills_padding, stores_lse)
         else:
-            self.kernel(*arguments)
+            self.kernel(*tensors, *self.scalars, fills_padding, stores_lse)
         return out, lse
 
 

@@ -26,6 +26,8 @@ TMA_ALIGNMENT = 16  # bytes, of base addresses and strides
 # stay inside 32 bits.
 MAX_ROWS = 1 << 29
 
+MAX_COORDINATE = 0x7FFF0000  # of a TMA mode
+
 
 @dataclass(frozen=True)
 class AttentionProblem:
@@ -214,9 +216,8 @@ def describe_problem(
 def layout_fault(name: str, tensor: Tensor, is_clipped: bool = False) -> str | None:
     """Why TMA cannot address a tensor, or None. Strides of modes of extent one do not matter.
 
-    is_clipped  a dense tensor (batch, rows, heads, dim) of which only some rows are in use: its
-                batch entries must then be whole rows or whole heads apart
-                (`kernels.blocks.global_view.ragged`)
+    is_clipped  dense, and only some rows of each batch entry are in use: rows and entries then
+                share one mode of the tensor map (`kernels.blocks.global_view.ragged`)
     """
     size = tensor.element_size()
     if tensor.numel() == 0:
@@ -231,18 +232,13 @@ def layout_fault(name: str, tensor: Tensor, is_clipped: bool = False) -> str | N
             )
     if tensor.data_ptr() % TMA_ALIGNMENT:
         return f"{name} starts at an address that is not a multiple of {TMA_ALIGNMENT} bytes"
-    if is_clipped and tensor.shape[0] > 1 and tensor.stride(0):
-        # An extent of one counts with the kernel's own stride, which divides every other.
-        batch, *others = tensor.stride()[:3]
-        units = [
-            unit if extent > 1 else TMA_ALIGNMENT // size
-            for unit, extent in zip(others, tensor.shape[1:3], strict=True)
-        ]
-        steps = [batch // unit for unit in units if unit and batch % unit == 0]
-        if not steps or steps[0] * tensor.shape[0] > MAX_ROWS:
+    if is_clipped:
+        (batch, rows), (batch_stride, row_stride) = tensor.shape[:2], tensor.stride()[:2]
+        unit = max(math.gcd(batch_stride, row_stride), 1)
+        if ((batch - 1) * batch_stride + rows * row_stride) // unit >= MAX_COORDINATE:
             return (
-                f"{name} has strides {tensor.stride()}; with seqused its batch stride must be a "
-                "multiple of its row stride or its head stride"
+                f"{name} has strides {tensor.stride()}; with seqused it may span "
+                f"{MAX_COORDINATE} times the common divisor of its batch and row strides, {unit}"
             )
     return None
 

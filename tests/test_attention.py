@@ -431,9 +431,9 @@ def test_c94_a_number_in_place_of_a_tensor_is_named() -> None:
     ("options", "error", "message"),
     [
         # C107
-        ({"dropout_p": 0.1}, NotImplementedError, "dropout_p=0.1 is not supported; it must be 0"),
-        ({"alibi_slopes": torch.ones(4)}, NotImplementedError, "alibi_slopes is given, but ALiBi"),
-        ({"return_attn_probs": True}, NotImplementedError, "return_attn_probs is not supported"),
+        ({"dropout_p": 0.1}, NotImplementedError, r"^dropout_p\b.*0\.1\b.* not supported"),
+        ({"alibi_slopes": torch.ones(4)}, NotImplementedError, "^alibi_slopes .* not supported"),
+        ({"return_attn_probs": True}, NotImplementedError, "^return_attn_probs .*return_lse"),
         ({"attn_bias": torch.ones(4)}, TypeError, "attn_bias"),
         ({"scale": 1.0}, TypeError, "scale"),
         ({"backend": "cudnn"}, ValueError, "backend='cudnn' is not one of 'auto', 'fa4', 'reference'"),
@@ -459,7 +459,7 @@ def test_c107_options_that_are_not_supported_are_refused_by_name(
 @pytest.mark.parametrize("function", [fa4.flash_attn_varlen_func, fa4.explain])
 def test_paged_keys_are_refused(function: Callable[..., Any]) -> None:
     q, k, v = dense_inputs()
-    with pytest.raises(NotImplementedError, match="block_table is given, but"):
+    with pytest.raises(NotImplementedError, match="^block_table .* not built yet"):
         function(q, k, v, block_table=ints(0, 1))
     function(q, k, v, block_table=None)
 
@@ -595,19 +595,27 @@ def test_explain_checks_arguments_as_a_call_does() -> None:
     q, k, v = dense_inputs()
     with pytest.raises(ValueError, match="head_dim of q is 16 and of k 8"):
         fa4.explain(q, k[..., :8], v)
-    with pytest.raises(TypeError, match="unexpected arguments: attn_bias, scale"):
-        fa4.explain(q, k, v, scale=1.0, attn_bias=None)
+    with pytest.raises(TypeError, match="unexpected .*attn_bias"):
+        fa4.explain(q, k, v, attn_bias=None)  # type: ignore[call-arg]
 
 
 # -- a machine with a pretended Hopper -----------------------------------------------------------
 
-# Arguments of a compiled kernel, in their order. One test holds them against the kernel's source.
+# Arguments of a compiled kernel, in their order. They are held against the kernel's source below, and
+# against a compiled function by tests/test_kernel_code.py.
 KERNEL_ARGUMENTS = (
     *("q", "k", "v", "out", "lse"),
     *("cu_seqlens_q", "cu_seqlens_k", "seqused_q", "seqused_k", "sink"),
     *("softmax_scale", "softcap", "left", "right", "heads_in_group", "max_ctas"),
     *("fills_padding", "stores_lse"),
 )
+
+# What the kernel calls its tensors.
+TENSOR_NAMES = {
+    **{"mQ": "q", "mK": "k", "mV": "v", "mO": "out", "mLSE": "lse", "mSink": "sink"},
+    **{"mCuQ": "cu_seqlens_q", "mCuK": "cu_seqlens_k"},
+    **{"mUsedQ": "seqused_q", "mUsedK": "seqused_k"},
+}
 
 
 @dataclasses.dataclass
@@ -757,10 +765,9 @@ def hopper(monkeypatch: pytest.MonkeyPatch) -> Hopper:
     monkeypatch.setattr(launch, "get_kernel", get_kernel)
     monkeypatch.setattr(launch, "multiprocessor_count", lambda device: 132)
     # The CPU is the GPU here, for autocast as well.
-    is_autocast_enabled = torch.is_autocast_enabled
-    monkeypatch.setattr(
-        torch, "is_autocast_enabled", lambda device_type="cpu": is_autocast_enabled(device_type)
-    )
+    is_enabled, get_dtype = torch.is_autocast_enabled, torch.get_autocast_dtype
+    monkeypatch.setattr(torch, "is_autocast_enabled", lambda device_type="cpu": is_enabled("cpu"))
+    monkeypatch.setattr(torch, "get_autocast_dtype", lambda device_type: get_dtype("cpu"))
     return machine
 
 
@@ -779,14 +786,14 @@ def test_arguments_of_a_launch_are_those_of_the_kernel_in_its_order() -> None:
     )
     names = [argument.arg for argument in call.args.args]
     of_tensor = {
-        **{"mQ": "q", "mK": "k", "mV": "v", "mO": "out", "mLSE": "lse", "mSink": "sink"},
-        **{"mCuQ": "cu_seqlens_q", "mCuK": "cu_seqlens_k"},
-        **{"mUsedQ": "seqused_q", "mUsedK": "seqused_k"},
+        "mQ": "q", "mK": "k", "mV": "v", "mO": "out", "mLSE": "lse", "mSink": "sink",
+        "mCuQ": "cu_seqlens_q", "mCuK": "cu_seqlens_k",
+        "mUsedQ": "seqused_q", "mUsedK": "seqused_k",
     }
     assert names[0] == "self"
     # TVM-FFI takes the stream from torch.
     assert names[-1] == "stream"
-    assert tuple(of_tensor.get(name, name) for name in names[1:-1]) == KERNEL_ARGUMENTS
+    assert tuple(TENSOR_NAMES.get(name, name) for name in names[1:-1]) == KERNEL_ARGUMENTS
 
 
 def test_a_dense_call_launches_with_exactly_its_arguments(hopper: Hopper) -> None:
@@ -909,7 +916,7 @@ def test_a_launch_has_all_that_the_answer_depends_on(hopper: Hopper, case: Case)
 
 def test_a_second_call_of_the_same_shapes_does_not_walk_again(hopper: Hopper) -> None:
     lengths = {**PACKED, "seqused_k": ints(4, 0, 6)}
-    options: dict[str, Any] = {"causal": True, "window_size": [3, 3], "softcap": 5.0}
+    options: dict[str, Any] = {"causal": True, "window_size": (3, 3), "softcap": 5.0}
     for attempt in range(3):
         q, k, v = packed_inputs(BF16)
         moved = {name: tensor.clone() for name, tensor in lengths.items()}
@@ -989,7 +996,7 @@ def test_sizes_and_strides_change_no_kernel(hopper: Hopper) -> None:
         for left in (1, 20):
             fa4.flash_attn_func(*tensors, window_size=(left, 0), backend="fa4")
             fa4.flash_attn_func(*other, window_size=(left, 0), backend="fa4")
-    assert len(hopper.specs) == 16
+    assert len(hopper.calls) == 16
     assert len(set(hopper.specs)) == 1
 
 
@@ -1090,7 +1097,7 @@ def test_what_a_known_launch_refuses_gets_the_message_of_a_first_call(
     change, error, message = UNSEEN[name]
     q, k, v = packed_inputs(BF16)
     call: dict[str, Any] = {
-        **{"q": q, "k": k, "v": v, "sink": randn(4), "backend": "fa4"},
+        "q": q, "k": k, "v": v, "sink": randn(4), "backend": "fa4",
         **PACKED,
         "out": torch.zeros(10, 4, 8, dtype=BF16),
     }
@@ -1152,18 +1159,22 @@ def test_a_gradient_that_is_asked_for_later_is_not_lost(hopper: Hopper, leaf: st
     assert len(hopper.calls) == 2
 
 
-def test_autocast_is_part_of_what_a_launch_is_for(hopper: Hopper) -> None:
+def test_c95_a_launch_is_not_taken_for_the_copies_that_autocast_makes(hopper: Hopper) -> None:
+    """Inputs of one half precision stay as they are; all others take the autocast dtype."""
     q, k, v = dense_inputs(BF16)
-    plain = fa4.flash_attn_func(q, k, v, backend="fa4")
-    assert plain.dtype == BF16
+    assert fa4.flash_attn_func(q, k, v, backend="fa4").dtype == BF16
     for dtype in (BF16, FP16, BF16, FP16):
         with torch.autocast("cpu", dtype=dtype):
-            assert fa4.flash_attn_func(q, k, v, backend="fa4").dtype == dtype
-            mixed = fa4.flash_attn_func(q.float(), k, v.to(FP16), backend="fa4")
-            assert mixed.dtype == dtype
+            for tensors in ((q.float(), k, v), (q, k, v.to(FP16)), (q.float(), k, v.to(FP16))):
+                out = fa4.flash_attn_func(*tensors, backend="fa4")
+                assert out.dtype == dtype
+                cast = [tensor.to(dtype) for tensor in tensors]
+                assert torch.equal(out, attention_reference(*cast)[0])
+            assert fa4.flash_attn_func(q, k, v, backend="fa4").dtype == BF16
         assert fa4.flash_attn_func(q, k, v, backend="fa4").dtype == BF16
-    with pytest.raises(TypeError, match="q, k and v have dtypes"):
-        fa4.flash_attn_func(q.float(), k, v, backend="fa4")
+    for tensors in ((q.float(), k, v), (q, k, v.to(FP16))):
+        with pytest.raises(TypeError, match="q, k and v have dtypes"):
+            fa4.flash_attn_func(*tensors, backend="fa4")
 
 
 # -- where and how a launch goes -----------------------------------------------------------------

@@ -1,6 +1,6 @@
 """Views of the caller's tensors that TMA can address, and their clipping to one sequence.
 
-Plain functions, run while a kernel is traced: they hold no control flow of the device.
+Plain functions, run while a kernel is traced, but for one that the host part runs.
 """
 
 import cutlass
@@ -41,48 +41,58 @@ def modes_reversed(tensor: cute.Tensor):
     )
 
 
+@cute.jit
+def greatest_common_divisor(a: Int64, b: Int64):
+    while b != 0:
+        a, b = b, a % b
+    return a
+
+
 def ragged(tensor: cute.Tensor):
     """Make (rows, dim, heads[, batch]) clippable at the end of any sequence inside it, in hardware.
 
-    Returns (view, row_step, head_step). The view is (rows, dim, back, forth, heads): its element
-    (r, c, RAGGED_ROWS, f, h) lies at row r + f - RAGGED_ROWS of the original. A sequence of
-    ``length`` rows from ``start`` is then the coordinates r = RAGGED_ROWS - length + i and
-    f = start + length: the end of the sequence falls on the bound of mode 0, so that TMA fills
-    loads beyond it with zeros and drops stores beyond it. The way back is a stride so long that
-    its product with RAGGED_ROWS wraps around 64 bits. (Moving the base address to the front instead
-    saves a mode, but with it loads were seen to fault on an H200.) Technique: the ragged TMA
-    descriptors of Triton.
+    Returns (view, row_units, batch_units). The view is (rows, dim, back, forth, heads): its
+    element (r, c, RAGGED_ROWS, f, h) lies RAGGED_ROWS rows in front of row r of the original, and
+    f units of the forth mode behind that. A sequence of ``length`` rows from ``start`` of batch
+    entry b is then the coordinates r = RAGGED_ROWS - length + i and
+    f = (start + length) * row_units + b * batch_units: the end of the sequence falls on the bound
+    of mode 0, so that TMA fills loads beyond it with zeros and drops stores beyond it.
 
-    TMA has five modes, so a batch mode is folded into the rows or the heads: batch entry b lies
-    row_step * b rows or head_step * b heads further. The caller has checked that one of the two
-    strides divides the batch's.
+    The way back is a stride so long that its product with RAGGED_ROWS wraps around 64 bits.
+    (Moving the base address to the front instead saves a mode, but with it loads were seen to
+    fault on an H200.) TMA has five modes, so rows and batch entries share the forth mode, whose
+    unit is the greatest common divisor of their strides.
+    Technique: the ragged TMA descriptors of Triton.
     """
-    dims = tensor.shape[1]
     row_stride, dim_stride, head_stride = tensor.stride[:3]
     step = TMA_ALIGNMENT * 8 // tensor.element_type.width
-    back = cute.assume(Int64(1 << 34) - row_stride, divby=step)
+    batch_stride = Int64(0)
+    if cute.rank(tensor) == 4:
+        batch_stride = Int64(
+            cutlass.select_(tensor.shape[3] == 1, Int64(0), Int64(tensor.stride[3]))
+        )
+    common = greatest_common_divisor(Int64(row_stride), batch_stride)
+    # Both are 0 where one row is shown many times.
+    unit = cutlass.max(common, Int64(step))
     view = cute.make_tensor(
         tensor.iterator,
         cute.make_layout(
-            (RAGGED_ROWS, dims, ANY_EXTENT, ANY_EXTENT, ANY_EXTENT),
-            stride=(row_stride, dim_stride, back, row_stride, head_stride),
+            (RAGGED_ROWS, tensor.shape[1], ANY_EXTENT, ANY_EXTENT, ANY_EXTENT),
+            stride=(
+                row_stride,
+                dim_stride,
+                cute.assume(Int64(1 << 34) - row_stride, divby=step),
+                cute.assume(unit, divby=step),
+                head_stride,
+            ),
         ),
     )
-    row_step = head_step = Int32(0)
-    if cute.rank(tensor) == 4:
-        batch_stride = Int64(tensor.stride[3])
-        # Strides of 0 (expanded) divide nothing; extents of one move nothing.
-        moves = (tensor.shape[3] != 1) & (batch_stride != 0)
-        by_rows = (row_stride > 0) & (batch_stride % cutlass.max(row_stride, 1) == 0)
-        quotients = [batch_stride // cutlass.max(s, Int64(1)) for s in (row_stride, head_stride)]
-        row_step = Int32(cutlass.select_(moves & by_rows, quotients[0], Int64(0)))
-        head_step = Int32(cutlass.select_(moves & ~by_rows, quotients[1], Int64(0)))
-    return view, row_step, head_step
+    return view, Int32(row_stride // unit), Int32(batch_stride // unit)
 
 
 def one_sequence(
     tensor: cute.Tensor,
-    steps: tuple[Int32, Int32] | None,
+    units: tuple[Int32, Int32] | None,
     start: Int32,
     length: Int32,
     head_idx: Int32,
@@ -90,13 +100,13 @@ def one_sequence(
 ):
     """The (rows, dim) part of a TMA tensor that belongs to one head of one sequence.
 
-    steps          (row_step, head_step) of `ragged`, whose view is clipped to ``length``; None for
-                   a plain dense tensor
+    units          (row_units, batch_units) of `ragged`, whose view is clipped to ``length``; None
+                   for a plain dense tensor
     start, length  rows of the sequence; a dense tensor counts rows from its own batch entry
     """
-    if steps is None:
+    if units is None:
         return cute.domain_offset((start, 0), tensor[None, None, head_idx, batch_idx])
-    row_step, head_step = steps
-    forth = start + length + batch_idx * row_step
-    rows = tensor[None, None, RAGGED_ROWS, forth, head_idx + batch_idx * head_step]
+    row_units, batch_units = units
+    forth = (start + length) * row_units + batch_idx * batch_units
+    rows = tensor[None, None, RAGGED_ROWS, forth, head_idx]
     return cute.domain_offset((RAGGED_ROWS - length, 0), rows)

@@ -69,11 +69,11 @@ class Barrier(IntEnum):
 
 
 class Tma(NamedTuple):
-    """A TMA copy, the tensor of coordinates that it takes, and `global_view.ragged`'s steps."""
+    """A TMA copy, the tensor of coordinates that it takes, and `global_view.ragged`'s units."""
 
     atom: cute.CopyAtom
     tensor: cute.Tensor
-    steps: Optional[tuple[Int32, Int32]]
+    units: Optional[tuple[Int32, Int32]]
 
 
 class Call(NamedTuple):
@@ -315,12 +315,12 @@ class HopperForward:
 
     def tma(self, op, tensor: cute.Tensor, is_ragged: bool, staged_layout, tile):
         """A TMA copy of ``tile`` rows by dims of ``tensor`` to or from one stage of a layout."""
-        steps = None
+        units = None
         if is_ragged:
-            tensor, *steps = global_view.ragged(tensor)
+            tensor, *units = global_view.ragged(tensor)
         one_stage = cute.slice_(staged_layout, (None, None, 0))
         atom, coordinates = cpasync.make_tiled_tma_atom(op, tensor, one_stage, tile)
-        return Tma(atom, coordinates, steps and tuple(steps))
+        return Tma(atom, coordinates, units and tuple(units))
 
     # -------------------------------------------------------------- device side
     @cute.kernel
@@ -495,7 +495,7 @@ class HopperForward:
         # Packed sequences are told apart by their rows, not by a batch mode.
         batch_idx = Int32(0) if self.features.packed_q else tile.batch_idx
         rows = global_view.one_sequence(
-            tma.tensor, tma.steps, work.q.start, length, tile.head_idx, batch_idx
+            tma.tensor, tma.units, work.q.start, length, tile.head_idx, batch_idx
         )
         return cute.local_tile(rows, (ROWS, dim), (None, 0))
 
@@ -505,7 +505,7 @@ class HopperForward:
         head_kv = tile.head_idx // (call.heads_q // call.heads_kv)
         batch_idx = Int32(0) if self.features.packed_k else tile.batch_idx
         rows = global_view.one_sequence(
-            tma.tensor, tma.steps, work.k.start + keys.origin, keys.length, head_kv, batch_idx
+            tma.tensor, tma.units, work.k.start + keys.origin, keys.length, head_kv, batch_idx
         )
         return cute.local_tile(rows, (self.schedule.tile_n, dim), (None, 0))
 

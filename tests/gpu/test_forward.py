@@ -923,6 +923,48 @@ def test_strided_inputs_give_the_bits_of_contiguous_ones(storage):
     assert torch.equal(lse, expected[1])
 
 
+def batch_strided(storage: str, x: torch.Tensor) -> torch.Tensor:
+    """x (batch, rows, heads, dim) with batch entries laid out some other way than one by one."""
+    batch, rows, heads, dim = x.shape
+    if storage == "batch inside rows":
+        return x.transpose(0, 1).contiguous().transpose(0, 1)
+    if storage == "batch inside heads":
+        return x.permute(1, 2, 0, 3).contiguous().permute(2, 0, 1, 3)
+    # Entries so many elements apart that neither rows nor heads divide the distance.
+    room = torch.full((batch, rows * heads * dim + 8), NAN, dtype=x.dtype, device=x.device)
+    view = room[:, : rows * heads * dim].view(x.shape)
+    return view.copy_(x)
+
+
+@pytest.mark.parametrize("storage", ["batch inside rows", "batch inside heads", "odd distance"])
+def test_used_lengths_are_clipped_whatever_the_batch_stride(storage):
+    case = Case(
+        (130, 130, 130),
+        (257, 257, 257),
+        4,
+        2,
+        head_dim=64,
+        causal=True,
+        used_q=(130, 70, 0),
+        used_k=(200, 0, 257),
+    )
+    inputs = make_inputs(case, DEVICE)
+    expected = check(inputs, BACKEND)
+    moved = replace(
+        inputs, **{name: batch_strided(storage, getattr(inputs, name)) for name in ("q", "k", "v")}
+    )
+    assert moved.q.stride() != inputs.q.stride()
+    for result, right in zip(attend(moved, BACKEND), expected, strict=True):
+        assert torch.equal(bits(result), bits(right))
+    out = batch_strided(storage, torch.full_like(expected[0], 7.0))
+    fa4.flash_attn_varlen_func(
+        moved.q, moved.k, moved.v, causal=True, out=out, backend=BACKEND, **moved.lengths
+    )
+    for i, used in enumerate(case.used_q):
+        assert torch.equal(out[i, :used], expected[0][i, :used])
+        assert (out[i, used:] == 7.0).all()
+
+
 def test_strides_of_dimensions_of_size_one_do_not_matter():
     q, k, v = torch.randn(3, 1, 40, 1, 64, dtype=BF16, device=DEVICE).unbind(0)
     expected = fa4.flash_attn_func(q, k, v, causal=True, backend=BACKEND)

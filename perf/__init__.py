@@ -1,0 +1,1 @@
+"""Benchmarks. Run as modules from the repository: ``python -m perf.forward --help``."""
