@@ -92,17 +92,28 @@ def _words(kinds: list[str], of: list[str] | None = None) -> str:
 
 def table_in(page: str) -> str:
     """The generated part of a page."""
-    before, found, rest = page.partition(f"{BEGIN}\n")
-    table, end, _ = rest.partition(END)
-    if not found or not end:
-        raise ValueError(f"the page does not have the lines {BEGIN!r} and {END!r}.")
-    return table
+    return _split(page)[1]
+
+
+def with_table(page: str) -> str:
+    """A page with what is generated in it made anew."""
+    before, _, behind = _split(page)
+    return before + forward_table() + behind
+
+
+def _split(page: str) -> tuple[str, str, str]:
+    begin, end = page.find(f"{BEGIN}\n"), page.find(END)
+    if not 0 <= begin < end:
+        raise ValueError(f"the page does not have the lines {BEGIN!r} and, below it, {END!r}.")
+    begin += len(BEGIN) + 1
+    return page[:begin], page[begin:end], page[end:]
 
 
 def main() -> None:
+    if len(sys.argv) != 2:
+        sys.exit("usage: python -m fa4.schedule_table PAGE")
     path = Path(sys.argv[1])
-    page = path.read_text(encoding="utf-8")
-    path.write_text(page.replace(table_in(page), forward_table()), encoding="utf-8")
+    path.write_text(with_table(path.read_text(encoding="utf-8")), encoding="utf-8")
 
 
 if __name__ == "__main__":

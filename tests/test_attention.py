@@ -380,7 +380,7 @@ def test_autocast_leaves_inputs_and_other_types_alone() -> None:
     q, k, v = dense_inputs()
     with torch.autocast("cpu", dtype=BF16):
         fa4.flash_attn_func(q, k, v, backend="reference")
-        with pytest.raises(TypeError, match="torch.int32, torch.int32 and torch.int32"):
+        with pytest.raises(TypeError, match=r"torch\.int32, torch\.int32 and torch\.int32"):
             fa4.flash_attn_func(q.int(), k.int(), v.int(), backend="reference")
     assert q.dtype == torch.float32
 
@@ -436,7 +436,7 @@ def test_c94_a_number_in_place_of_a_tensor_is_named() -> None:
         ({"return_attn_probs": True}, NotImplementedError, "^return_attn_probs .*return_lse"),
         ({"attn_bias": torch.ones(4)}, TypeError, "attn_bias"),
         ({"scale": 1.0}, TypeError, "scale"),
-        ({"backend": "cudnn"}, ValueError, "backend='cudnn' is not one of 'auto', 'fa4', 'reference'"),
+        ({"backend": "cudnn"}, ValueError, "backend='cudnn' is not one of 'auto', 'fa4',"),
         ({"backend": None}, ValueError, "backend=None is not one of 'auto', 'fa4', 'reference'"),
         ({"window_size": 5}, TypeError, r"window_size=5 must be a pair \(left, right\)"),
         ({"window_size": (-2, 0)}, ValueError, "window_size: the left bound is -2; allowed are -1"),
@@ -459,9 +459,9 @@ def test_c107_options_that_are_not_supported_are_refused_by_name(
 @pytest.mark.parametrize("function", [fa4.flash_attn_varlen_func, fa4.explain])
 def test_paged_keys_are_refused(function: Callable[..., Any]) -> None:
     q, k, v = dense_inputs()
-    with pytest.raises(NotImplementedError, match="^block_table .* not built yet"):
+    with pytest.raises(NotImplementedError, match=r"^block_table .* not built yet"):
         function(q, k, v, block_table=ints(0, 1))
-    function(q, k, v, block_table=None)
+    function(q, k, v, block_table=None, backend="reference")
 
 
 def test_c68_heads_that_do_not_divide_are_refused_on_every_backend() -> None:
@@ -595,14 +595,14 @@ def test_explain_checks_arguments_as_a_call_does() -> None:
     q, k, v = dense_inputs()
     with pytest.raises(ValueError, match="head_dim of q is 16 and of k 8"):
         fa4.explain(q, k[..., :8], v)
-    with pytest.raises(TypeError, match="unexpected .*attn_bias"):
+    with pytest.raises(TypeError, match=r"unexpected .*attn_bias"):
         fa4.explain(q, k, v, attn_bias=None)  # type: ignore[call-arg]
 
 
 # -- a machine with a pretended Hopper -----------------------------------------------------------
 
-# Arguments of a compiled kernel, in their order. They are held against the kernel's source below, and
-# against a compiled function by tests/test_kernel_code.py.
+# Arguments of a compiled kernel, in their order. They are held against the kernel's source below,
+# and against a compiled function by tests/test_kernel_code.py.
 KERNEL_ARGUMENTS = (
     *("q", "k", "v", "out", "lse"),
     *("cu_seqlens_q", "cu_seqlens_k", "seqused_q", "seqused_k", "sink"),
@@ -612,9 +612,16 @@ KERNEL_ARGUMENTS = (
 
 # What the kernel calls its tensors.
 TENSOR_NAMES = {
-    **{"mQ": "q", "mK": "k", "mV": "v", "mO": "out", "mLSE": "lse", "mSink": "sink"},
-    **{"mCuQ": "cu_seqlens_q", "mCuK": "cu_seqlens_k"},
-    **{"mUsedQ": "seqused_q", "mUsedK": "seqused_k"},
+    "mQ": "q",
+    "mK": "k",
+    "mV": "v",
+    "mO": "out",
+    "mLSE": "lse",
+    "mSink": "sink",
+    "mCuQ": "cu_seqlens_q",
+    "mCuK": "cu_seqlens_k",
+    "mUsedQ": "seqused_q",
+    "mUsedK": "seqused_k",
 }
 
 
@@ -734,7 +741,7 @@ class FakeKernel:
 
 @dataclasses.dataclass
 class Hopper:
-    """The pretended machine: what was launched, how often the path was walked, kernels asked for."""
+    """The pretended machine: launches, kernels asked for, and how often the path was walked."""
 
     calls: list[tuple[FakeKernel, dict[str, Any]]] = dataclasses.field(default_factory=list)
     specs: list[KernelSpec] = dataclasses.field(default_factory=list)
@@ -785,11 +792,6 @@ def test_arguments_of_a_launch_are_those_of_the_kernel_in_its_order() -> None:
         if isinstance(node, ast.FunctionDef) and node.name == "__call__"
     )
     names = [argument.arg for argument in call.args.args]
-    of_tensor = {
-        "mQ": "q", "mK": "k", "mV": "v", "mO": "out", "mLSE": "lse", "mSink": "sink",
-        "mCuQ": "cu_seqlens_q", "mCuK": "cu_seqlens_k",
-        "mUsedQ": "seqused_q", "mUsedK": "seqused_k",
-    }
     assert names[0] == "self"
     # TVM-FFI takes the stream from torch.
     assert names[-1] == "stream"
@@ -920,9 +922,7 @@ def test_a_second_call_of_the_same_shapes_does_not_walk_again(hopper: Hopper) ->
     for attempt in range(3):
         q, k, v = packed_inputs(BF16)
         moved = {name: tensor.clone() for name, tensor in lengths.items()}
-        out = fa4.flash_attn_varlen_func(
-            q, k, v, **moved, **options, sink=randn(4), backend="fa4"
-        )
+        out = fa4.flash_attn_varlen_func(q, k, v, **moved, **options, sink=randn(4), backend="fa4")
         assert hopper.walks == 1
         assert len(hopper.calls) == attempt + 1
         arguments = hopper.arguments
@@ -978,7 +978,7 @@ def test_every_difference_that_matters_walks_again(hopper: Hopper) -> None:
 
 
 def test_sizes_and_strides_change_no_kernel(hopper: Hopper) -> None:
-    """C72: one specialisation for any batch, lengths, head counts, head dims of a class, strides."""
+    """C72: one kernel for any batch, lengths, head counts, head dims of a class, strides."""
     for batch, seqlen_q, seqlen_k, heads_q, heads_kv, head_dim in (
         (1, 1, 1, 1, 1, 8),
         (2, 30, 17, 6, 2, 40),
@@ -990,9 +990,7 @@ def test_sizes_and_strides_change_no_kernel(hopper: Hopper) -> None:
             *[(batch, seqlen_k, heads_kv, head_dim)] * 2,
         ]
         tensors = [randn(*shape, dtype=BF16) for shape in shapes]
-        other = [
-            randn(*shape[:-1], head_dim + 8, dtype=BF16)[..., :head_dim] for shape in shapes
-        ]
+        other = [randn(*shape[:-1], head_dim + 8, dtype=BF16)[..., :head_dim] for shape in shapes]
         for left in (1, 20):
             fa4.flash_attn_func(*tensors, window_size=(left, 0), backend="fa4")
             fa4.flash_attn_func(*other, window_size=(left, 0), backend="fa4")
@@ -1009,9 +1007,7 @@ def test_packed_lengths_and_batches_change_no_kernel(hopper: Hopper) -> None:
     assert hopper.walks == 4  # shapes of cu_seqlens differ
 
 
-def test_the_table_of_launches_is_bounded(
-    hopper: Hopper, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_table_of_launches_is_bounded(hopper: Hopper, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(attention, "MAX_LAUNCHES", 4)
     for seqlen in [*range(1, 12), *range(1, 12)]:
         q = randn(1, seqlen, 2, 8, dtype=BF16)
@@ -1097,7 +1093,11 @@ def test_what_a_known_launch_refuses_gets_the_message_of_a_first_call(
     change, error, message = UNSEEN[name]
     q, k, v = packed_inputs(BF16)
     call: dict[str, Any] = {
-        "q": q, "k": k, "v": v, "sink": randn(4), "backend": "fa4",
+        "q": q,
+        "k": k,
+        "v": v,
+        "sink": randn(4),
+        "backend": "fa4",
         **PACKED,
         "out": torch.zeros(10, 4, 8, dtype=BF16),
     }

@@ -128,7 +128,9 @@ def test_every_option_is_in_the_problem() -> None:
 
 
 def test_each_side_is_packed_or_dense_on_its_own() -> None:
-    mixed = describe_problem(**packed(k=empty(3, 7, 2, 64), v=empty(3, 7, 2, 32), cu_seqlens_k=None))
+    mixed = describe_problem(
+        **packed(k=empty(3, 7, 2, 64), v=empty(3, 7, 2, 32), cu_seqlens_k=None)
+    )
     assert (mixed.packed_q, mixed.packed_k, mixed.batch) == (True, False, 3)
     assert (mixed.seqlen_q, mixed.seqlen_k) == (11, 7)
     other = describe_problem(**packed(q=empty(3, 5, 4, 64), cu_seqlens_q=None))
@@ -237,7 +239,9 @@ def test_any_finite_real_is_a_scale(scale: Any) -> None:
     ids=repr,
 )
 def test_a_scale_or_cap_that_is_no_finite_real_is_refused(name: str, value: Any) -> None:
-    with pytest.raises(ValueError, match=rf"^{name}={re.escape(repr(value))} must be a finite real"):
+    with pytest.raises(
+        ValueError, match=rf"^{name}={re.escape(repr(value))} must be a finite real"
+    ):
         describe(**{name: value})
 
 
@@ -247,7 +251,7 @@ def test_no_softcap_is_zero(softcap: Any) -> None:
 
 
 def test_a_negative_softcap_is_refused() -> None:
-    with pytest.raises(ValueError, match="^softcap=-1.5 is negative; use 0 for none or a positive"):
+    with pytest.raises(ValueError, match=r"^softcap=-1\.5 is negative; use 0 for none or a pos"):
         describe(softcap=-1.5)
 
 
@@ -274,7 +278,9 @@ def test_a_negative_softcap_is_refused() -> None:
     ],
 )
 def test_c11_windows_and_causal_become_one_pair_of_bounds(
-    causal: bool, window_size: tuple[int | None, int | None], expected: tuple[int | None, int | None]
+    causal: bool,
+    window_size: tuple[int | None, int | None],
+    expected: tuple[int | None, int | None],
 ) -> None:
     problem = describe(causal=causal, window_size=window_size)
     assert (problem.window_left, problem.window_right) == expected
@@ -342,7 +348,10 @@ REFUSED: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "v is no tensor": ({"v": 0.0}, TypeError, "v must be a torch.Tensor, got float."),
     # C95: the three dtypes and the allowed ones
     "dtypes differ": (
-        {"q": empty(2, 5, 4, 64, dtype=torch.float32), "k": empty(2, 7, 2, 64, dtype=torch.float32)},
+        {
+            "q": empty(2, 5, 4, 64, dtype=torch.float32),
+            "k": empty(2, 7, 2, 64, dtype=torch.float32),
+        },
         TypeError,
         "q, k and v have dtypes torch.float32, torch.float32 and torch.bfloat16; they must be "
         "equal, and one of torch.bfloat16, torch.float16, torch.float32, torch.float64.",
@@ -641,9 +650,7 @@ def test_contiguous_tensors_have_no_fault() -> None:
         ((2, 5, 4, 64), (5 * 4 * 72, 4 * 72, 72, 1)),  # padded head dim
     ],
 )
-def test_strides_of_16_bytes_have_no_fault(
-    shape: tuple[int, ...], stride: tuple[int, ...]
-) -> None:
+def test_strides_of_16_bytes_have_no_fault(shape: tuple[int, ...], stride: tuple[int, ...]) -> None:
     assert layout_fault("k", strided(shape, stride)) is None
 
 

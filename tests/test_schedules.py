@@ -322,3 +322,13 @@ def test_table_has_a_row_for_every_schedule() -> None:
                 row[3:5] == [f"{schedule.tile_m} x {schedule.tile_n}", str(schedule.stages)]
                 for row in written
             )
+
+
+def test_writing_the_table_changes_nothing_else_on_the_page() -> None:
+    begin, end = schedule_table.BEGIN, schedule_table.END
+    for old in ("", "| an old table |\n"):
+        written = schedule_table.with_table(f"above\n{begin}\n{old}{end}\nbelow\n")
+        assert written == f"above\n{begin}\n{schedule_table.forward_table()}{end}\nbelow\n"
+    for page in ("no marks", f"{begin}\nno end", f"{end}\n{begin}\n"):
+        with pytest.raises(ValueError, match="does not have the lines"):
+            schedule_table.with_table(page)
