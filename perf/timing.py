@@ -97,5 +97,10 @@ def write_csv(path: Path, rows: Iterable[dict[str, Any]]) -> None:
 
 
 def _module_and_arguments() -> list[str]:
+    """What was run, without where the table was to go."""
     spec = sys.modules["__main__"].__spec__
-    return [spec.name if spec else sys.argv[0], *sys.argv[1:]]
+    arguments = sys.argv[1:]
+    if "--csv" in arguments:
+        at = arguments.index("--csv")
+        del arguments[at : at + 2]
+    return [spec.name if spec else sys.argv[0], *arguments]
