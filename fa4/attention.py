@@ -68,7 +68,8 @@ def flash_attn_func(
     deterministic   equal bits in every run; the forward pass always has them
     return_lse      also return lse (batch, heads_q, seqlen_q): log of the softmax denominator,
                     natural, fp32 (fp64 for fp64 inputs)
-    out             (batch, seqlen_q, heads_q, head_dim_v) written in place and returned
+    out             (batch, seqlen_q, heads_q, head_dim_v) written in place and returned; it must
+                    not overlap k or v
     backend         "auto": the kernel for this problem, or the PyTorch reference with one warning
                     that says why; "fa4": the kernel, or UnsupportedProblemError with the reasons;
                     "reference": the reference

@@ -18,7 +18,14 @@ from fa4.problem import AttentionProblem
 ARCHITECTURES = {(9, 0): "sm_90a", (10, 0): "sm_100a", (10, 3): "sm_103a"}
 ARCHITECTURE_NAMES = {"sm_90a": "Hopper", "sm_100a": "Blackwell", "sm_103a": "Blackwell Ultra"}
 
-MAX_TILES = 2**31 - 1  # CTAs along the one grid dimension that is used
+# Of a launch: a role's tile index goes one grid past the last tile before it stops, in 32 bits.
+MAX_TILES = 2**30 - 1
+
+# In fp32 the kernels' arithmetic on scores stays finite, and right to 1e-3, within these.
+SCALE_MAX = 1e30
+SOFTCAP_MIN, SOFTCAP_MAX = 1e-3, 4096.0
+# A smaller positive scale may round to 0, which must not meet the -inf of a masked score.
+PLAIN_SCALE_MIN = 1e-30
 
 
 class FallbackWarning(UserWarning):
@@ -136,7 +143,7 @@ def features_of(problem: AttentionProblem) -> ForwardFeatures:
     if problem.softcap > 0.0:
         score = "softcap"
     else:
-        score = "plain" if problem.softmax_scale > 0.0 else "scaled"
+        score = "plain" if problem.softmax_scale >= PLAIN_SCALE_MIN else "scaled"
     return ForwardFeatures(
         dtype=problem.dtype,
         head_dim=head_dim_class(problem.head_dim),
@@ -177,6 +184,12 @@ def _refusals(problem: AttentionProblem, capability: Capability) -> tuple[str, .
     if problem.sink_dtype is not None and problem.sink_dtype not in capability.sink_dtypes:
         reasons.append(
             f"a {problem.sink_dtype} sink is not one of {', '.join(capability.sink_dtypes)}"
+        )
+    if abs(problem.softmax_scale) > SCALE_MAX:
+        reasons.append(f"softmax_scale={problem.softmax_scale:g} is beyond {SCALE_MAX:g}")
+    if problem.softcap and not SOFTCAP_MIN <= problem.softcap <= SOFTCAP_MAX:
+        reasons.append(
+            f"softcap={problem.softcap:g} is not between {SOFTCAP_MIN:g} and {SOFTCAP_MAX:g}"
         )
     if problem.needs_grad and not capability.needs_grad:
         reasons.append(f"gradients are asked for and the {name} backward is not built yet")

@@ -302,10 +302,12 @@ def _batch(q: Tensor, k: Tensor, cu_seqlens_q: Tensor | None, cu_seqlens_k: Tens
         if cu_seqlens is None:
             sides.append((f"{name}.shape[0]", tensor.shape[0]))
         else:
-            if not isinstance(cu_seqlens, Tensor) or cu_seqlens.dim() != 1 or not len(cu_seqlens):
-                shape = getattr(cu_seqlens, "shape", type(cu_seqlens).__name__)
-                raise ValueError(
-                    f"cu_seqlens_{name} must be an int32 tensor of shape (batch + 1,), got {shape}."
+            shape = getattr(cu_seqlens, "shape", None)
+            if shape is None or len(shape) != 1 or not shape[0]:
+                got = type(cu_seqlens).__name__ if shape is None else shape
+                kind = TypeError if shape is None else ValueError
+                raise kind(
+                    f"cu_seqlens_{name} must be an int32 tensor of shape (batch + 1,), got {got}."
                 )
             sides.append((f"len(cu_seqlens_{name}) - 1", len(cu_seqlens) - 1))
     (name_q, batch), (name_k, batch_k) = sides

@@ -16,9 +16,10 @@ DTYPES = ("bf16", "fp16")
 SINK_DTYPES = (None, "fp32", "bf16", "fp16")
 
 # How scores become softmax exponents.
-#   plain    softmax_scale > 0 is folded into the exponent: one FMA an element
-#   scaled   scores are multiplied first; needed where the scale is 0 or negative, because the
-#            running maximum of unscaled scores would then not be the maximum of the scaled ones
+#   plain    a positive softmax_scale is folded into the exponent: one FMA an element
+#   scaled   scores are multiplied first; needed where the scale is 0, negative or next to 0: the
+#            running maximum of unscaled scores would not be the maximum of the scaled ones, and
+#            0 times the -inf of a masked score is NaN
 #   softcap  softcap * tanh(scale * score / softcap)
 SCORE_TRANSFORMS = ("plain", "scaled", "softcap")
 

@@ -113,7 +113,8 @@ class ForwardSchedule:
                 problems.append(f"{role}={count} is not a multiple of 8 from 24 to 240")
         # setmaxnreg moves registers inside what the launch was given: threads * registers a
         # thread, rounded down to 8. More than that and the increase waits for ever.
-        at_launch = REGISTER_FILE // self.threads // 8 * 8 * self.threads
+        threads = max(self.threads, WARPGROUP)
+        at_launch = REGISTER_FILE // threads // 8 * 8 * threads
         roles = WARPGROUP * (
             self.producer_registers + self.consumer_warpgroups * self.consumer_registers
         )

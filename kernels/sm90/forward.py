@@ -5,7 +5,7 @@
 
 over the keys j that row i sees, with softcap, window and sink as `fa4.attention` defines them.
 Method: FA2 (query tile outer, key blocks inner, online softmax), FA3 sections 3.1 and 3.2 (roles,
-turns between warpgroups, softmax of one block under the matmuls of its neighbours).
+turns between warpgroups: one computes softmax while the other keeps the tensor cores busy).
 
 Roles (1 + W warpgroups; W = tile_m / 64)
   warpgroup 0       load      warp 0 issues every TMA load; its three other warps only give up
@@ -618,8 +618,12 @@ class HopperForward:
     ):
         """All key blocks of one query tile, last to first; returns the new count of blocks read.
 
-        P V of a block is issued behind Q K of the next one, and runs while that one's softmax is
-        computed. Leaves the unnormalised output and the row statistics in registers.
+        P V of a block is issued behind Q K of the next one, so that the tensor cores go on while
+        a softmax starts. Leaves the unnormalised output and the row statistics in registers.
+
+        How much of a softmax runs beside its own warpgroup's P V is up to ptxas, which may wait
+        for P V first; the matmuls of the other warpgroup run beside it in any case. Pinning the
+        order made no measurable difference (docs/results/notes.md).
         """
         schedule, features = self.schedule, self.features
 
