@@ -26,6 +26,8 @@ Hand-offs (all `PipelineTmaAsync`)
 
 Blocks are visited from the last to the first, so that the masked ones (sequence end, diagonal)
 come first and the loop over whole blocks carries no mask code.
+
+Run on H200s: docs/gpu_runs.md.
 """
 
 from enum import IntEnum
