@@ -28,7 +28,8 @@ from fa4.launch import ForwardLaunch, Lengths
 from fa4.problem import DTYPE_NAMES, AttentionProblem, describe_problem
 from fa4.reference import attention_reference
 
-BACKENDS = ("auto", "fa4", "reference")
+BACKENDS = ("auto", "fa4", "reference", "emulator")
+EMULATED_ARCH = "sm_90a"  # by default
 Window = Sequence[int | None]
 
 
@@ -47,6 +48,7 @@ def flash_attn_func(
     return_lse: bool = False,
     out: Tensor | None = None,
     backend: str = "auto",
+    arch: str | None = None,
     alibi_slopes: Tensor | None = None,
     return_attn_probs: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
@@ -72,7 +74,9 @@ def flash_attn_func(
                     not overlap k or v
     backend         "auto": the kernel for this problem, or the PyTorch reference with one warning
                     that says why; "fa4": the kernel, or UnsupportedProblemError with the reasons;
-                    "reference": the reference
+                    "reference": the reference; "emulator": the kernel of ``arch``, executed on
+                    the CPU by `fa4.emulator` (CPU tensors, small problems)
+    arch            the architecture to emulate, "sm_90a" by default; only with "emulator"
     dropout_p, alibi_slopes, return_attn_probs: flash-attn's names of what is not supported; only
                     the defaults are accepted
 
@@ -82,6 +86,10 @@ def flash_attn_func(
     """
     if dropout_p != 0.0 or alibi_slopes is not None or return_attn_probs:
         _refuse(dropout_p=dropout_p, alibi_slopes=alibi_slopes, return_attn_probs=return_attn_probs)
+    if backend == "emulator" or arch is not None:
+        options = _Options(softmax_scale, causal, window_size, softcap, backend)
+        result, lse = _emulate(q, k, v, Lengths(), options, sink, out, return_lse, arch)
+        return (result, lse) if return_lse else result
     return _attend(
         q, k, v, None, softmax_scale, causal, window_size, softcap, sink, out, backend, return_lse
     )
@@ -108,6 +116,7 @@ def flash_attn_varlen_func(
     return_lse: bool = False,
     out: Tensor | None = None,
     backend: str = "auto",
+    arch: str | None = None,
     alibi_slopes: Tensor | None = None,
     return_attn_probs: bool = False,
     block_table: Tensor | None = None,
@@ -151,6 +160,10 @@ def flash_attn_varlen_func(
             max_seqlen_k=max_seqlen_k,
             **lengths._asdict(),
         )
+    if backend == "emulator" or arch is not None:
+        options = _Options(softmax_scale, causal, window_size, softcap, backend)
+        result, lse = _emulate(q, k, v, lengths, options, sink, out, return_lse, arch)
+        return (result, lse) if return_lse else result
     return _attend(
         q,
         k,
@@ -188,14 +201,15 @@ def explain(
     return_lse: bool = False,
     out: Tensor | None = None,
     backend: str = "auto",
+    arch: str | None = None,
     alibi_slopes: Tensor | None = None,
     return_attn_probs: bool = False,
     block_table: Tensor | None = None,
-    arch: str | None = None,
 ) -> Decision:
     """How a call of `flash_attn_func` or `flash_attn_varlen_func` would be answered; runs nothing.
 
-    Takes the arguments of either. arch ("sm_90a", ...) asks for another machine than the tensors'.
+    Takes the arguments of either. arch ("sm_90a", ...) asks for another machine than the tensors',
+    with any backend.
     """
     _refuse(
         dropout_p=dropout_p,
@@ -206,6 +220,8 @@ def explain(
     lengths = Lengths(cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k)
     options = _Options(softmax_scale, causal, window_size, softcap, backend)
     q, k, v = _autocast(q, k, v) or (q, k, v)
+    if backend == "emulator" and arch is None:
+        arch = EMULATED_ARCH
     return _decide(q, k, v, lengths, options, sink, out, arch)
 
 
@@ -312,6 +328,35 @@ def _walk(
     return launch(q, k, v, lengths, sink, out, wants_lse)
 
 
+def _emulate(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    lengths: Lengths,
+    options: _Options,
+    sink: Tensor | None,
+    out: Tensor | None,
+    wants_lse: bool,
+    arch: str | None,
+) -> tuple[Tensor, Tensor]:
+    """The path of a call that a kernel answers on the emulated device."""
+    if options.backend != "emulator":
+        raise ValueError(f'arch={arch!r} is for backend="emulator", not {options.backend!r}.')
+    q, k, v = _autocast(q, k, v) or (q, k, v)
+    decision = _decide(q, k, v, lengths, options, sink, out, arch or EMULATED_ARCH)
+    if decision.kernel is None:
+        return _by_reference(decision, q, k, v, lengths, options, sink, out)
+    if q.device.type != "cpu":
+        raise ValueError(f'q is on {q.device}; backend="emulator" takes CPU tensors.')
+    try:
+        from fa4.emulator import emulate_forward
+    except ModuleNotFoundError as missing:
+        raise ModuleNotFoundError(
+            f'backend="emulator" needs {missing.name}: pip install "fa4-kernels[emulator]".'
+        ) from missing
+    return emulate_forward(decision, q, k, v, lengths, sink, out, wants_lse)
+
+
 def _autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor] | None:
     """Inside torch.autocast q, k and v in its dtype, as in torch's SDPA; None where they may stay.
 
@@ -390,7 +435,7 @@ def _by_reference(
     out: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
     problem = decision.problem
-    if options.backend == "fa4" and problem.has_queries and problem.has_keys:
+    if options.backend in ("fa4", "emulator") and problem.has_queries and problem.has_keys:
         raise UnsupportedProblemError(
             f"no fa4 kernel answers this problem: {'; '.join(decision.reasons)}. ({problem})"
         )

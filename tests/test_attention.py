@@ -557,12 +557,13 @@ def test_explain_takes_the_arguments_of_both_functions_and_runs_nothing() -> Non
         "deterministic": True,
         "return_lse": True,
         "backend": "fa4",
+        "arch": "sm_90a",
         "alibi_slopes": None,
         "return_attn_probs": False,
         "block_table": None,
     }
     assert set(arguments) == names
-    decision = fa4.explain(**arguments, arch="sm_90a")
+    decision = fa4.explain(**arguments)
     assert decision.kernel is not None
     assert decision.kernel.features == ForwardFeatures(
         dtype="bf16",

@@ -182,7 +182,7 @@ def test_demo_passes_here_and_says_what_ran_where(capsys: pytest.CaptureFixture[
         assert torch.cuda.get_device_name() in out
     else:
         assert "GPU: none" in out
-        assert "only compiled, for sm_90a: fa4_sm90_forward_bf16_d128_right" in out
+        assert re.search(r"^kernel fa4_sm90_forward_bf16_d128_right\S* emulated", out, re.M)
 
 
 @pytest.mark.parametrize(
@@ -209,11 +209,15 @@ def test_demo_fails_for_a_wrong_result(
 def test_demo_fails_when_the_kernel_cannot_be_compiled(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def refuse(spec: compiler.KernelSpec) -> compiler.CompileReport:
-        raise versions.DependencyError("compiling a kernel needs something else")
+    attend = demo.flash_attn_func
+
+    def refuse(*tensors: torch.Tensor, backend: str, **options: object) -> object:
+        if backend == "emulator":
+            raise versions.DependencyError("compiling a kernel needs something else")
+        return attend(*tensors, backend=backend, **options)
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr(demo, "compile_kernel", refuse)
+    monkeypatch.setattr(demo, "flash_attn_func", refuse)
     code, out, _ = run(capsys, "demo", "--tokens", "64")
     assert code == 1
     assert "needs something else" in out

@@ -1,0 +1,252 @@
+"""Runs one launch: its clusters by themselves (parallel.py), the warps of a cluster in turns.
+
+A kernel in which a cluster waits for one with a higher number does not end here: it is reported as
+a deadlock where it waits at a barrier, and does not return where it spins on global memory.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import time
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from fa4.emulator.barriers import ClusterBarrier, MBarriers, NamedBarriers
+from fa4.emulator.checker import CheckedWarp, RaceDetector
+from fa4.emulator.launch_record import Dim3, Launch
+from fa4.emulator.memory import AddressSpace, GlobalMemory, SharedMemory
+from fa4.emulator.parallel import clusters_are_independent, num_processes, run_clusters
+from fa4.emulator.ptx import SharedVariable
+from fa4.emulator.register_kinds import LANES
+from fa4.emulator.scheduler import Scheduler, policy
+from fa4.emulator.tensor_memory import TensorMemory
+from fa4.emulator.translate import Program, translate
+from fa4.emulator.warp import Deferred, Warp
+from fa4.emulator.warpgroup_mma import WarpgroupMma
+
+Array = np.ndarray[Any, Any]
+
+
+@dataclass(frozen=True)
+class Options:
+    """How a launch is run.
+
+    schedule         see scheduler.py; results must not depend on it
+    seed             of the schedules that draw random numbers
+    check_unwritten  report reads of shared memory that nothing wrote
+    check_races      report accesses to shared memory that nothing orders; see checker.py
+    processes        that clusters are spread over, None for as many as are worth it
+    """
+
+    schedule: str = "round_robin"
+    seed: int = 0
+    check_unwritten: bool = True
+    check_races: bool = False
+    processes: int | None = None
+
+
+@dataclass
+class Statistics:
+    """What a launch took.
+
+    instructions  warp-instructions executed
+    """
+
+    instructions: int = 0
+
+    def add(self, other: Statistics) -> None:
+        self.instructions += other.instructions
+
+
+class LaunchState:
+    """What all CTAs of a launch share."""
+
+    def __init__(self, launch: Launch, program: Program, memory: GlobalMemory, options: Options):
+        self.launch = launch
+        self.program = program
+        self.global_memory = memory
+        self.options = options
+        self.scheduler = self.new_scheduler(0)
+        self._parameters: dict[tuple[int, str], Array] = {}
+
+    def parameter(self, offset: int, dtype: np.dtype[Any]) -> Array:
+        key = (offset, dtype.str)
+        value = self._parameters.get(key)
+        if value is None:
+            value = np.repeat(np.frombuffer(self.launch.params, dtype, 1, offset), LANES)
+            self._parameters[key] = value
+        return value
+
+    def new_scheduler(self, cluster: int) -> Scheduler:
+        """Of its own for each cluster, so that the order in which clusters run does not matter."""
+        return Scheduler(policy(self.options.schedule, self.options.seed + (cluster << 32)))
+
+    def defer(self, copy: Deferred) -> None:
+        self.scheduler.defer(copy)
+
+
+@dataclass(eq=False)
+class Cta:
+    """One thread block: its shared memory, barriers and warps."""
+
+    launch_state: LaunchState
+    position: Dim3
+    rank: int
+    cluster: list[Cta]
+    memory: AddressSpace
+    shared: SharedMemory
+    shared_symbols: dict[str, int]
+    cluster_barrier: ClusterBarrier
+    races: RaceDetector | None = None
+    named_barriers: NamedBarriers = field(default_factory=NamedBarriers)
+    mbarriers: MBarriers = field(init=False)
+    matrix_units: list[WarpgroupMma] = field(init=False)
+    tensor_memory: TensorMemory = field(init=False)
+    thread_indices: dict[str, Array] = field(init=False)
+    special_registers: dict[str, int] = field(init=False)
+    warps: list[Warp] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.mbarriers = MBarriers(self.rank)
+        count = -(-self.threads // LANES)
+        self.matrix_units = [WarpgroupMma(self.shared) for _ in range(-(-count // 4))]
+        self.tensor_memory = TensorMemory(
+            f"tensor memory of CTA rank {self.rank}", self.launch_state.options.check_unwritten
+        )
+        self.thread_indices = _thread_indices(self.launch_state.launch.block, count * LANES)
+        self.special_registers = _special_registers(
+            self.launch_state.launch, self.position, self.rank
+        )
+        lanes = np.arange(count * LANES) < self.threads
+        make_warp = Warp if self.races is None else CheckedWarp
+        self.warps = [
+            make_warp(self, index, lanes[index * LANES : (index + 1) * LANES])
+            for index in range(count)
+        ]
+
+    @property
+    def program(self) -> Program:
+        return self.launch_state.program
+
+    @property
+    def threads(self) -> int:
+        return self.launch_state.launch.threads
+
+    def warp_exited(self, warp: Warp) -> None:
+        self.cluster_barrier.exit((self.rank, warp.index))
+
+
+def run_launch(launch: Launch, memory: GlobalMemory, options: Options | None = None) -> Statistics:
+    """Execute a launch; kernels touch what is registered in `memory`.
+
+    Raises EmulationError for whatever a kernel does wrong, `UnknownInstruction` for PTX that is not
+    modelled.
+    """
+    program = translate(launch.ptx, launch.entry)
+    state = LaunchState(launch, program, memory, options or Options())
+    counts = _cluster_counts(launch)
+    run = functools.partial(_run_cluster, state, counts)
+    rest = range(1, math.prod(counts))
+    with np.errstate(all="ignore"):
+        start = time.perf_counter()
+        statistics = run(0)
+        seconds_to_come = len(rest) * (time.perf_counter() - start)
+        processes = 1
+        if rest and clusters_are_independent(program.kernel):
+            processes = num_processes(state.options.processes, seconds_to_come)
+        for other in run_clusters(run, rest, processes, memory):
+            statistics.add(other)
+    return statistics
+
+
+def _run_cluster(state: LaunchState, counts: Dim3, number: int) -> Statistics:
+    state.scheduler = state.new_scheduler(number)
+    ctas = _cluster(state, _positions(state.launch, counts, number))
+    state.scheduler.run([warp for cta in ctas for warp in cta.warps])
+    for cta in ctas:
+        cta.tensor_memory.require_freed()
+    return Statistics(sum(warp.executed for cta in ctas for warp in cta.warps))
+
+
+def _cluster_counts(launch: Launch) -> Dim3:
+    if any(g % c for g, c in zip(launch.grid, launch.cluster, strict=True)):
+        raise ValueError(f"cluster {launch.cluster} does not divide the grid {launch.grid}.")
+    x, y, z = (g // c for g, c in zip(launch.grid, launch.cluster, strict=True))
+    return x, y, z
+
+
+def _positions(launch: Launch, counts: Dim3, number: int) -> list[Dim3]:
+    """Positions of the CTAs of a cluster, by rank: x runs fastest."""
+    first = _position(number, counts)
+    return [
+        (
+            first[0] * launch.cluster[0] + inside[0],
+            first[1] * launch.cluster[1] + inside[1],
+            first[2] * launch.cluster[2] + inside[2],
+        )
+        for inside in (_position(rank, launch.cluster) for rank in range(math.prod(launch.cluster)))
+    ]
+
+
+def _position(number: int, counts: Any) -> Dim3:
+    return number % counts[0], number // counts[0] % counts[1], number // counts[0] // counts[1]
+
+
+def _cluster(state: LaunchState, positions: list[Dim3]) -> list[Cta]:
+    static, symbols = _shared_layout(state.program)
+    size = static + state.launch.shared_bytes
+    shared = [
+        SharedMemory.create(size, rank, state.options.check_unwritten)
+        for rank in range(len(positions))
+    ]
+    space = AddressSpace(state.global_memory, shared, state.launch.params)
+    warps = -(-state.launch.threads // LANES)
+    barrier = ClusterBarrier(len(positions) * warps)
+    races = RaceDetector(shared, warps) if state.options.check_races else None
+    ctas: list[Cta] = []
+    for rank, position in enumerate(positions):
+        ctas.append(Cta(state, position, rank, ctas, space, shared[rank], symbols, barrier, races))
+    return ctas
+
+
+def _shared_layout(program: Program) -> tuple[int, dict[str, int]]:
+    """Where shared variables lie: static ones in order, the dynamic part behind them."""
+    variables: list[SharedVariable] = [
+        *program.module.shared.values(),
+        *program.kernel.shared.values(),
+    ]
+    offsets: dict[str, int] = {}
+    end = 0
+    for variable in sorted(variables, key=lambda variable: variable.size == 0):
+        end = -(-end // variable.align) * variable.align
+        offsets[variable.name] = end
+        end += variable.size
+    return end, offsets
+
+
+def _thread_indices(block: Dim3, threads: int) -> dict[str, Array]:
+    number = np.arange(threads, dtype=np.uint32)
+    x, y = np.uint32(block[0]), np.uint32(block[1])
+    return {"x": number % x, "y": number // x % y, "z": number // (x * y)}
+
+
+def _special_registers(launch: Launch, position: Dim3, rank: int) -> dict[str, int]:
+    found = {
+        "%cluster_ctarank": rank,
+        "%cluster_nctarank": math.prod(launch.cluster),
+        "%nwarpid": -(-launch.threads // LANES),
+    }
+    for axis, name in enumerate("xyz"):
+        found |= {
+            f"%ntid.{name}": launch.block[axis],
+            f"%ctaid.{name}": position[axis],
+            f"%nctaid.{name}": launch.grid[axis],
+            f"%cluster_ctaid.{name}": position[axis] % launch.cluster[axis],
+            f"%cluster_nctaid.{name}": launch.cluster[axis],
+            f"%clusterid.{name}": position[axis] // launch.cluster[axis],
+            f"%nclusterid.{name}": launch.grid[axis] // launch.cluster[axis],
+        }
+    return found

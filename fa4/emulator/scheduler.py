@@ -1,0 +1,149 @@
+"""Which warp runs next, for how long, and when asynchronous copies happen.
+
+A correct kernel gives the same result under every policy. "round_robin" is the plain order: each
+warp runs until it must wait, copies happen when they are issued. "random" switches at random, and
+copies happen at random moments after they were issued, in any order. "adversarial" gives warps
+random priorities, runs the highest as long as it can and changes a priority now and then
+(Burckhardt et al. 2010, probabilistic concurrency testing), and lets copies happen when nothing
+else can run.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from typing import Protocol
+
+from fa4.emulator.errors import Deadlock
+from fa4.emulator.warp import Deferred, Warp
+
+NAMES = ("round_robin", "random", "adversarial")
+_UNLIMITED = 1 << 40
+
+
+class Policy(Protocol):
+    def choose(self, ready: Sequence[Warp]) -> tuple[Warp, int]:
+        """A warp that can run, and for how many blocks."""
+
+    def postpones(self, copy: Deferred) -> bool:
+        """Whether a copy that is issued now happens later."""
+
+    def completes_now(self) -> bool:
+        """Whether a pending copy happens before the next warp runs."""
+
+    def pick(self, pending: int) -> int:
+        """Which of the pending copies happens."""
+
+
+class _RoundRobin:
+    def __init__(self) -> None:
+        self.last: tuple[int, int] = (-1, -1)
+
+    def choose(self, ready: Sequence[Warp]) -> tuple[Warp, int]:
+        places = [(warp.cta.rank, warp.index) for warp in ready]
+        after = [place for place in places if place > self.last]
+        self.last = min(after or places)
+        return ready[places.index(self.last)], _UNLIMITED
+
+    def postpones(self, copy: Deferred) -> bool:
+        return False
+
+    def completes_now(self) -> bool:
+        return True
+
+    def pick(self, pending: int) -> int:
+        return 0
+
+
+class _Random:
+    def __init__(self, seed: int):
+        self.random = random.Random(seed)
+
+    def choose(self, ready: Sequence[Warp]) -> tuple[Warp, int]:
+        return self.random.choice(ready), self.random.randint(1, 16)
+
+    def postpones(self, copy: Deferred) -> bool:
+        return self.random.random() < 0.75
+
+    def completes_now(self) -> bool:
+        return self.random.random() < 0.25
+
+    def pick(self, pending: int) -> int:
+        return self.random.randrange(pending)
+
+
+class _Adversarial:
+    CHANGE = 0.02  # probability that the running warp falls behind all others
+
+    def __init__(self, seed: int):
+        self.random = random.Random(seed)
+        self.priorities: dict[tuple[int, int], float] = {}
+
+    def choose(self, ready: Sequence[Warp]) -> tuple[Warp, int]:
+        warp = max(ready, key=self._priority)
+        if self.random.random() < self.CHANGE:
+            place = warp.cta.rank, warp.index
+            self.priorities[place] = min(self.priorities.values()) - self.random.random()
+        return warp, self.random.randint(1, 64)
+
+    def _priority(self, warp: Warp) -> float:
+        return self.priorities.setdefault((warp.cta.rank, warp.index), self.random.random())
+
+    def postpones(self, copy: Deferred) -> bool:
+        return True
+
+    def completes_now(self) -> bool:
+        return False
+
+    def pick(self, pending: int) -> int:
+        return self.random.randrange(pending)
+
+
+def policy(name: str, seed: int) -> Policy:
+    if name == "round_robin":
+        return _RoundRobin()
+    if name == "random":
+        return _Random(seed)
+    if name == "adversarial":
+        return _Adversarial(seed)
+    raise ValueError(f"schedule is {name!r}; allowed are {', '.join(NAMES)}.")
+
+
+class Scheduler:
+    """Runs the warps of a cluster to their end."""
+
+    def __init__(self, chosen: Policy):
+        self.policy = chosen
+        self.pending: list[Deferred] = []
+
+    def defer(self, copy: Deferred) -> None:
+        if self.policy.postpones(copy):
+            self.pending.append(copy)
+        else:
+            copy.complete()
+
+    def run(self, warps: Sequence[Warp]) -> None:
+        """Raises `Deadlock` with what each warp waits for."""
+        while True:
+            if self.pending and self.policy.completes_now():
+                self._complete_one()
+            ready = [warp for warp in warps if warp.can_run()]
+            if ready:
+                warp, blocks = self.policy.choose(ready)
+                warp.run(blocks)
+            elif self.pending:
+                self._complete_one()
+            elif all(warp.has_exited for warp in warps):
+                return
+            else:
+                raise Deadlock(_report(warps))
+
+    def _complete_one(self) -> None:
+        self.pending.pop(self.policy.pick(len(self.pending))).complete()
+
+
+def _report(warps: Sequence[Warp]) -> str:
+    waiting = [warp for warp in warps if not warp.has_exited]
+    exited = len(warps) - len(waiting)
+    lines = "\n".join(f"  {warp.describe()}" for warp in waiting)
+    return f"No warp can go on; {exited} of {len(warps)} have exited, the others wait:\n{lines}"

@@ -1,0 +1,321 @@
+"""Tensor cores of sm_90: operands of `wgmma` from shared memory or registers, and its product.
+
+A wgmma computes D[64, n] += A[64, k] B[n, k]^T for the four warps of a warpgroup, with rows of
+k = 32 bytes. Operands are gathered as float32, in 16-byte chunks, with index arrays that are kept:
+they depend on the descriptor up to a multiple of 1024 bytes only.
+
+Matrix descriptor (64 bits)
+    0-13   start address / 16
+    16-29  leading offset LO / 16
+    32-45  stride offset SO / 16
+    49-51  base offset; must be 0 here
+    62-63  swizzle: none 0, 128 bytes 1, 64 bytes 2, 32 bytes 3
+
+Where element (row i, k j) of e bytes lies after the start, before the swizzle of W bytes:
+    K major, swizzled     (i mod 8) W + (i div 8) SO + j e
+    K major, plain        (i mod 8) 16 + (i div 8) SO + (j e div 16) LO + (j e mod 16)
+    MN major, swizzled    (i mod W/e) e + (i div W/e) LO + (j mod 8) W + (j div 8) SO
+    MN major, plain       (i mod 8) e + (i div 8) SO + (j mod 8) 16 + (j div 8) LO
+
+Registers of lane t of warp w (4 warps of 32 lanes)
+    D  register r is row 16 w + t div 4 + 8 (r div 2 mod 2),
+       column 8 (r div 4) + 2 (t mod 4) + r mod 2
+    A  register r holds 4 bytes of row 16 w + t div 4 + 8 (r mod 2): word t mod 4 + 4 (r div 2)
+
+What is not modelled: the order and the internal precision of the sums. Products are exact and
+summed in float32, and the steps of a chain may be summed before the accumulator is added.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import Enum
+from functools import lru_cache
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fa4.emulator import float_formats
+from fa4.emulator.errors import InvalidDescriptor, UnknownInstruction
+from fa4.emulator.memory import Bytes, SharedMemory, unwritten
+from fa4.emulator.swizzle import CHUNK, PERIOD, swizzled_chunks
+
+Float32s = NDArray[np.float32]
+
+WARPS = 4
+LANES = 32
+ROWS = 64  # M of every wgmma
+WARP_ROWS = ROWS // WARPS
+ROW_BYTES = 32  # of K of every wgmma
+MAX_COLUMNS = 256
+ONE_THREAD_WORK = 1 << 18  # multiplications that OpenBLAS does not share between threads
+_SWIZZLE_WIDTH = (0, 128, 64, 32)
+
+
+class Operand(Enum):
+    """Element types of A and B, named as in the instruction."""
+
+    F16 = "f16"
+    BF16 = "bf16"
+    TF32 = "tf32"
+    E4M3 = "e4m3"
+    E5M2 = "e5m2"
+
+    @property
+    def nbytes(self) -> int:
+        return _FORMATS[self][0].itemsize
+
+    @property
+    def k(self) -> int:
+        """K of one instruction."""
+        return ROW_BYTES // self.nbytes
+
+    def to_f32(self, raw: Bytes) -> Float32s:
+        """Values of bytes (..., rows, bytes), as (..., rows, elements)."""
+        dtype, convert = _FORMATS[self]
+        return convert(raw.view(dtype))
+
+
+_FORMATS: dict[Operand, tuple[np.dtype, Callable[[NDArray], Float32s]]] = {
+    Operand.F16: (np.dtype(np.float16), lambda values: values.astype(np.float32)),
+    Operand.BF16: (np.dtype(np.uint16), float_formats.bf16_to_f32),
+    Operand.TF32: (np.dtype(np.float32), float_formats.truncate_to_tf32),
+    Operand.E4M3: (np.dtype(np.uint8), float_formats.e4m3_to_f32),
+    Operand.E5M2: (np.dtype(np.uint8), float_formats.e5m2_to_f32),
+}
+
+
+@dataclass(frozen=True)
+class MatrixDescriptor:
+    """A decoded sm_90 matrix descriptor; everything in bytes.
+
+    start           of the operand in the CTA's shared memory
+    leading_offset  LO above
+    stride_offset   SO above
+    swizzle         W above; 0 is none
+    """
+
+    start: int
+    leading_offset: int
+    stride_offset: int
+    swizzle: int
+
+
+@lru_cache(maxsize=4096)
+def decode_descriptor(bits: int) -> MatrixDescriptor:
+    base_offset = bits >> 49 & 0x7
+    if base_offset:
+        raise UnknownInstruction(
+            f"Matrix descriptor {bits:#018x} has base offset {base_offset}; only 0 is modelled."
+        )
+    return MatrixDescriptor(
+        start=(bits & 0x3FFF) * 16,
+        leading_offset=(bits >> 16 & 0x3FFF) * 16,
+        stride_offset=(bits >> 32 & 0x3FFF) * 16,
+        swizzle=_SWIZZLE_WIDTH[bits >> 62],
+    )
+
+
+def gather_a(
+    shared: SharedMemory, descriptors: int | tuple[int, ...], *, major_mn: bool, operand: Operand
+) -> Float32s:
+    """A from shared memory: (64, k), or (64, steps * k) for the descriptors of steps in a row."""
+    return _gather(shared, descriptors, ROWS, major_mn, operand, "A of wgmma")
+
+
+def gather_b(
+    shared: SharedMemory,
+    descriptors: int | tuple[int, ...],
+    n: int,
+    *,
+    major_mn: bool,
+    operand: Operand,
+) -> Float32s:
+    """B from shared memory: (n, k), or (n, steps * k) for the descriptors of steps in a row."""
+    require_columns(n)
+    return _gather(shared, descriptors, n, major_mn, operand, "B of wgmma")
+
+
+def require_columns(n: int) -> None:
+    if not 8 <= n <= MAX_COLUMNS or n % 8:
+        raise InvalidDescriptor(
+            f"wgmma has N = {n}; allowed are multiples of 8 up to {MAX_COLUMNS}."
+        )
+
+
+def a_from_registers(registers: NDArray[np.uint32], operand: Operand) -> Float32s:
+    """A from registers (warps, 32 lanes, 4 * steps): (16 * warps, steps * k)."""
+    warps, _, num_registers = registers.shape
+    steps = num_registers // 4
+    # Axes: warp, row, word, step, half of words, half of rows.
+    words = registers.reshape(warps, 8, 4, steps, 2, 2).transpose(0, 5, 1, 3, 4, 2)
+    words = np.ascontiguousarray(words).reshape(WARP_ROWS * warps, steps * ROW_BYTES // 4)
+    return operand.to_f32(words.view(np.uint8))
+
+
+def accumulate(accumulator: Float32s, a: Float32s, b: Float32s, scale_d: bool = True) -> Float32s:
+    """A B^T, plus the accumulator if ``scale_d``; both accumulators in register order."""
+    result = to_registers(multiply(a, b))
+    if scale_d:
+        with np.errstate(all="ignore"):
+            result += accumulator
+    return result
+
+
+def multiply(a: Float32s, b: Float32s) -> Float32s:
+    """A B^T of (rows, k) and (n, k): (rows, n). Any rows of a wgmma, any number of steps."""
+    rows, k = a.shape
+    n = len(b)
+    product = np.empty((rows, n), np.float32)
+    # OpenBLAS hands larger products to threads, and waiting for those on a busy machine cost 2 ms
+    # a product instead of 0.05.
+    step = max(8, ONE_THREAD_WORK // (rows * k))
+    with np.errstate(all="ignore"):
+        for first in range(0, n, step):
+            columns = slice(first, first + step)
+            np.matmul(a, b[columns].T, out=product[:, columns])
+    return product
+
+
+def to_registers(matrix: Float32s) -> Float32s:
+    """Rows of an accumulator, (16 * warps, n), in register order: (warps, 32 lanes, n / 2).
+
+    A register's lanes are contiguous in memory: it is a transposed view of (warps, n / 2, 32).
+    """
+    rows, n = matrix.shape
+    order = matrix.reshape(-1).take(_register_order(rows // WARP_ROWS, n))
+    return order.reshape(rows // WARP_ROWS, n // 2, LANES).transpose(0, 2, 1)
+
+
+def from_registers(registers: Float32s) -> Float32s:
+    """The (16 * warps, n) rows of `to_registers`."""
+    warps, n = registers.shape[0], 2 * registers.shape[2]
+    matrix = np.empty(WARP_ROWS * warps * n, registers.dtype)
+    matrix[_register_order(warps, n)] = registers.transpose(0, 2, 1).reshape(-1)
+    return matrix.reshape(WARP_ROWS * warps, n)
+
+
+@lru_cache(maxsize=64)
+def _register_order(warps: int, n: int) -> NDArray[np.int64]:
+    """Positions in flat (16 * warps, n) rows of (warp, register, lane)."""
+    warp, register, lane = np.ogrid[:warps, : n // 2, :LANES]
+    row = WARP_ROWS * warp + lane // 4 + 8 * (register // 2 % 2)
+    column = 8 * (register // 4) + 2 * (lane % 4) + register % 2
+    order = (row * n + column).reshape(-1)
+    order.setflags(write=False)
+    return order
+
+
+def _gather(
+    shared: SharedMemory,
+    descriptors: int | tuple[int, ...],
+    rows: int,
+    major_mn: bool,
+    operand: Operand,
+    what: str,
+) -> Float32s:
+    if major_mn and operand.nbytes != 2:
+        raise UnknownInstruction(f"wgmma has no MN-major operands of {operand.value}.")
+    steps = (descriptors,) if isinstance(descriptors, int) else descriptors
+    first, base, starts = _decode_chain(steps)
+    positions, begin, end = operand_chunks(
+        starts,
+        first.leading_offset // CHUNK,
+        first.stride_offset // CHUNK,
+        first.swizzle,
+        rows,
+        major_mn,
+        operand,
+    )
+    shared.require_range(base + begin, end - begin, what)
+    positions = positions + base // CHUNK
+    if shared.written is not None and not shared.written[base + begin : base + end].all():
+        require_chunks_written(shared, positions, what)
+    raw = shared.chunks.take(positions).view(np.uint8)
+    if not major_mn:
+        return operand.to_f32(raw.reshape(rows, -1))
+    return operand.to_f32(raw.reshape(-1, rows * operand.nbytes)).T
+
+
+def operand_ranges(
+    descriptors: tuple[int, ...], rows: int, *, major_mn: bool, operand: Operand
+) -> list[tuple[int, int]]:
+    """(first byte, end) of the pieces of shared memory that the operand of a chain lies in."""
+    first, base, starts = _decode_chain(descriptors)
+    leading, stride = first.leading_offset // CHUNK, first.stride_offset // CHUNK
+    pieces = _operand_pieces(starts, leading, stride, first.swizzle, rows, major_mn, operand)
+    return [(base + begin, base + end) for begin, end in pieces]
+
+
+@lru_cache(maxsize=1024)
+def _operand_pieces(
+    starts: tuple[int, ...],
+    leading: int,
+    stride: int,
+    swizzle: int,
+    rows: int,
+    major_mn: bool,
+    operand: Operand,
+) -> tuple[tuple[int, int], ...]:
+    """The pieces from a multiple of `PERIOD` on; arguments as those of `operand_chunks`."""
+    positions, _, _ = operand_chunks(starts, leading, stride, swizzle, rows, major_mn, operand)
+    chunks = np.unique(positions)
+    runs = np.split(chunks, np.flatnonzero(np.diff(chunks) != 1) + 1)
+    return tuple((int(run[0]) * CHUNK, (int(run[-1]) + 1) * CHUNK) for run in runs)
+
+
+@lru_cache(maxsize=4096)
+def _decode_chain(steps: tuple[int, ...]) -> tuple[MatrixDescriptor, int, tuple[int, ...]]:
+    """The first descriptor, the multiple of `PERIOD` before its start, and all starts from there
+    on in chunks."""
+    decoded = [decode_descriptor(bits) for bits in steps]
+    first = decoded[0]
+    base = first.start - first.start % PERIOD
+    for other in decoded:
+        if dataclasses.replace(other, start=first.start) != first:
+            raise InvalidDescriptor(
+                f"Steps of one wgmma chain have different layouts: {first} and {other}."
+            )
+    return first, base, tuple((descriptor.start - base) // CHUNK for descriptor in decoded)
+
+
+def require_chunks_written(shared: SharedMemory, positions: NDArray[np.int64], what: str) -> None:
+    assert shared.written is not None
+    read = shared.written.reshape(-1, CHUNK)[positions]
+    if not read.all():
+        where = int(np.argmin(read))
+        byte = int(positions.reshape(-1)[where // CHUNK]) * CHUNK + where % CHUNK
+        raise unwritten(shared.allocation, byte, what)
+
+
+@lru_cache(maxsize=1024)
+def operand_chunks(
+    starts: tuple[int, ...],
+    leading: int,
+    stride: int,
+    swizzle: int,
+    rows: int,
+    major_mn: bool,
+    operand: Operand,
+) -> tuple[NDArray[np.int64], int, int]:
+    """Chunks of an operand from a multiple of `PERIOD` on, and the first byte and end of them.
+
+    K major: (rows, steps, 2), 16 bytes of K each. MN major: (steps, k, chunks), 16 bytes of rows each.
+    ``starts`` of the steps, ``leading`` and ``stride`` are in chunks.
+    """
+    width = swizzle // CHUNK
+    if major_mn:
+        start, k, group = np.ix_(starts, range(operand.k), range(rows * operand.nbytes // CHUNK))
+        if width:
+            offset = group % width + group // width * leading + k % 8 * width + k // 8 * stride
+        else:
+            offset = group * stride + k % 8 + k // 8 * leading
+    else:
+        row, start, half = np.ix_(range(rows), starts, range(ROW_BYTES // CHUNK))
+        if width:
+            offset = row % 8 * width + row // 8 * stride + half
+        else:
+            offset = row % 8 + row // 8 * stride + half * leading
+    positions = swizzled_chunks(start + offset, swizzle)
+    positions.setflags(write=False)
+    return positions, int(positions.min()) * CHUNK, (int(positions.max()) + 1) * CHUNK

@@ -1,0 +1,624 @@
+"""One warp: its registers, where its lanes are, and what instructions do beyond arithmetic.
+
+Translated blocks (translate.py) call the methods of `Warp`. A blocking method returns that it
+could not go on and leaves a `Wait` behind; the scheduler (scheduler.py) runs the warp again when
+that is over.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from fa4.emulator import tensor_map
+from fa4.emulator.async_copy import AsyncCopies
+from fa4.emulator.barriers import MBarrier
+from fa4.emulator.errors import BarrierMisuse, EmulationError, Location, UnknownInstruction
+from fa4.emulator.matrix_fragments import registers_to_rows, rows_to_registers
+from fa4.emulator.memory import OFFSET_MASK, RANK_SHIFT, AddressSpace, Space
+from fa4.emulator.register_kinds import KINDS, LANES
+from fa4.emulator.cluster_copy import ClusterCopies
+from fa4.emulator.tcgen05 import Tcgen05
+from fa4.emulator.translate import BLOCKED, DIVERGED, EXITED
+from fa4.emulator.warpgroup_mma import MmaShape
+
+if TYPE_CHECKING:
+    from fa4.emulator.execute import Cta
+
+Array = np.ndarray[Any, Any]
+ALL_LANES = np.ones(LANES, np.bool_)
+LANE_NUMBERS = np.arange(LANES, dtype=np.uint32)
+_NO_LANE = bytes(LANES)
+
+
+@dataclass(frozen=True)
+class Wait:
+    """What a warp waits for."""
+
+    is_over: Callable[[], bool]
+    describe: Callable[[], str]
+    block: int  # that waits
+
+
+@dataclass
+class LaneGroup:
+    """Lanes that are at the same block."""
+
+    block: int
+    mask: Array
+    is_full: bool
+    is_blocked: bool = False
+
+
+class Deferred:
+    """A part of an asynchronous copy that has not happened yet."""
+
+    def __init__(self, action: Callable[[], None]):
+        self.action = action
+        self.is_done = False
+
+    def complete(self) -> None:
+        if not self.is_done:
+            self.is_done = True
+            self.action()
+
+
+class Warp:
+    """See the module's docstring.
+
+    groups    lanes by where they are, lowest block first; empty when all have exited
+    waits     what the groups wait for, while none can go on
+    executed  warp-instructions so far
+    """
+
+    def __init__(self, cta: Cta, index: int, live: Array):
+        self.cta = cta
+        self.index = index
+        self.program = cta.program
+        self.memory: AddressSpace = cta.memory
+        self.live = live
+        self.groups = [LaneGroup(0, live, bool(live.all()))]
+        self.waits: list[Wait] = []
+        self.executed = 0
+        # One array serves all registers of a type: arrays are never changed in place.
+        self.registers: list[Array] = [_ZEROS[kind] for kind in self.program.storage]
+        self._current = self.groups[0]
+        self._parted: list[tuple[int, Array]] = []  # block and mask of each part
+        self._named_wait: tuple[int, int] | None = None
+        self._symbols: dict[str, Array] = {}
+        self._chains = 0
+        self._open_copies: list[Deferred] = []
+        self._copy_groups: list[list[Deferred]] = []
+        self.async_copies = AsyncCopies(self)
+        self.tcgen05 = Tcgen05(self)
+        self.cluster_copies = ClusterCopies(self)
+
+    # -- running ---------------------------------------------------------------------------------
+
+    @property
+    def has_exited(self) -> bool:
+        return not self.groups
+
+    def can_run(self) -> bool:
+        return bool(self.groups) and (not self.waits or any(wait.is_over() for wait in self.waits))
+
+    def run(self, max_blocks: int) -> int:
+        """Run until nothing can go on, or for a number of blocks; returns the blocks that ran."""
+        self.waits.clear()
+        for group in self.groups:
+            group.is_blocked = False
+        blocks, registers, sizes = self.program.blocks, self.registers, self.program.instructions
+        done = 0
+        while done < max_blocks:
+            group = self.groups[0]
+            if group.is_blocked:
+                unblocked = [other for other in self.groups if not other.is_blocked]
+                if not unblocked:
+                    break
+                group = unblocked[0]
+            self._current = group
+            try:
+                following = blocks[group.block](self, registers, group.mask, group.is_full)
+            except EmulationError as error:
+                self._locate(error)
+                raise
+            if following == BLOCKED:
+                group.is_blocked = True
+                continue
+            done += 1
+            self.executed += sizes[group.block]
+            if following >= 0:
+                group.block = following
+            else:
+                self._part(group, following)
+                if not self.groups:
+                    break
+            if len(self.groups) > 1:
+                self._rejoin()
+        if any(not group.is_blocked for group in self.groups):
+            self.waits.clear()  # of groups that are blocked while others can go on
+        return done
+
+    def _part(self, group: LaneGroup, following: int) -> None:
+        self.groups.remove(group)
+        if following == DIVERGED:
+            self.groups.extend(LaneGroup(block, mask, False) for block, mask in self._parted)
+        elif following != EXITED:
+            raise AssertionError(f"a block returned {following}")
+        elif not self.groups:
+            self.cta.warp_exited(self)
+
+    def _rejoin(self) -> None:
+        """Merge groups at one block and put the lowest block first."""
+        self.groups.sort(key=lambda group: group.block)
+        merged = [self.groups[0]]
+        for group in self.groups[1:]:
+            last = merged[-1]
+            if group.block == last.block:
+                last.mask = last.mask | group.mask
+                last.is_full = bool(last.mask.all())
+                last.is_blocked = False
+            else:
+                merged.append(group)
+        self.groups = merged
+
+    def _locate(self, error: EmulationError) -> None:
+        line = self.program.ptx_line(error)
+        if line is not None:
+            error.locate(self.location(line))
+
+    def location(self, line: int) -> Location:
+        text = self.program.module.line_text(line)
+        source = self.program.sources.get(line)
+        if source is not None:
+            text = f"{text} from {source}"
+        return Location(line, text, self.cta.position, self.index)
+
+    def _calling_line(self) -> int:
+        """PTX line of the block that called the method that calls this."""
+        return self.program.python_lines[sys._getframe(2).f_lineno - 1]
+
+    def describe(self) -> str:
+        """One line for a deadlock report."""
+        waits = []
+        for wait in self.waits:
+            place = self.location(self.program.first_lines[wait.block])
+            waits.append(f"{wait.describe()} at PTX line {place.line} ({place.text})")
+        what = "; ".join(waits) or "nothing: it could go on"
+        return f"CTA {self.cta.position} warp {self.index} waits for {what}"
+
+    def _wait(self, is_over: Callable[[], bool], describe: Callable[[], str]) -> None:
+        self.waits.append(Wait(is_over, describe, self._current.block))
+
+    # -- control ---------------------------------------------------------------------------------
+
+    def branch(self, condition: Array, mask: Array, taken: int, following: int) -> int:
+        taking = condition & mask
+        bits = taking.tobytes()
+        if bits == _NO_LANE:
+            return following
+        if bits == mask.tobytes():
+            return taken
+        self._parted = [(taken, taking), (following, mask & ~condition)]
+        return DIVERGED
+
+    def indexed_branch(self, index: Array, mask: Array, targets: tuple[int, ...]) -> int:
+        wanted = np.unique(index[mask])
+        if wanted[-1] >= len(targets):
+            raise EmulationError(f"brx.idx to target {wanted[-1]} of {len(targets)}.")
+        if len(wanted) == 1:
+            return targets[wanted[0]]
+        self._parted = [(targets[number], mask & (index == number)) for number in wanted]
+        return DIVERGED
+
+    def leave(self, leaving: Array, mask: Array, following: int) -> int:
+        """Lanes exit; the others of the mask go on."""
+        staying = mask & ~leaving
+        self.live = self.live & ~leaving
+        if not staying.any():
+            return EXITED
+        if leaving.any():
+            self._current.mask, self._current.is_full = staying, False
+        return following
+
+    def trap(self, mask: Array) -> None:
+        if mask.any():
+            raise EmulationError("The kernel executed trap.", int(np.argmax(mask)))
+
+    def require_converged(self, member_mask: Array, mask: Array) -> None:
+        """An instruction for all lanes of a member mask needs them here together."""
+        named = (member_mask[int(np.argmax(mask))] >> LANE_NUMBERS & np.uint32(1)).astype(np.bool_)
+        if not np.array_equal(named & self.live, mask):
+            raise EmulationError(
+                "An instruction for the lanes "
+                f"{np.flatnonzero(named & self.live).tolist()} is executed by the lanes "
+                f"{np.flatnonzero(mask).tolist()} alone: the warp has diverged."
+            )
+
+    def _require_whole(self, full: bool, what: str) -> None:
+        if not full and not np.array_equal(self._current.mask, self.live):
+            raise EmulationError(f"{what} is executed by a part of the warp.")
+
+    def uniform(self, values: Array, mask: Array) -> int:
+        active = values[mask]
+        if (active != active[0]).any():
+            raise EmulationError(f"Lanes disagree about an operand: {np.unique(active).tolist()}.")
+        return int(active[0])
+
+    # -- constants -------------------------------------------------------------------------------
+
+    def symbol(self, name: str) -> Array:
+        """Address of a variable or parameter, or a special register, in all lanes."""
+        value = self._symbols.get(name)
+        if value is None:
+            value = self._symbols[name] = self._symbol(name)
+        return value
+
+    def _symbol(self, name: str) -> Array:
+        cta, kernel = self.cta, self.program.kernel
+        if name in kernel.parameters:
+            return np.full(LANES, kernel.parameters[name].offset, np.uint64)
+        if name in cta.shared_symbols:
+            address = cta.shared_symbols[name] | cta.rank << RANK_SHIFT
+            return np.full(LANES, address, np.uint64)
+        if name == "%laneid":
+            return LANE_NUMBERS
+        if name.startswith("%tid."):
+            return cta.thread_indices[name[-1]][self.index * LANES : (self.index + 1) * LANES]
+        special = cta.special_registers.get(name)
+        if name == "%warpid":
+            special = self.index
+        if special is None:
+            raise UnknownInstruction(f"Symbol {name} is not emulated.")
+        return np.full(LANES, special, np.uint32)
+
+    def parameter(self, offset: int, dtype: np.dtype[Any]) -> Array:
+        return self.cta.launch_state.parameter(offset, dtype)
+
+    # -- memory ----------------------------------------------------------------------------------
+
+    def load(self, space: int | None, where: Array, nbytes: int, mask: Array) -> Array:
+        return self.memory.load(_space(space), where, nbytes, mask)
+
+    def store(self, space: int | None, where: Array, data: Array, mask: Array) -> None:
+        self.memory.store(_space(space), where, data, mask)
+
+    def atomic(
+        self,
+        space: int | None,
+        operation: str,
+        where: Array,
+        values: tuple[Array, ...],
+        mask: Array,
+    ) -> Array:
+        """Lane after lane; returns what was there before."""
+        old = np.zeros_like(values[0])
+        for lane in np.flatnonzero(mask):
+            one = np.arange(LANES) == lane
+            before = self.load(space, where, old.itemsize, one)[lane].view(old.dtype)
+            old[lane] = before[0]
+            operands = [value[lane : lane + 1] for value in values]
+            after = np.broadcast_to(_ATOMICS[operation](before, *operands), (LANES,))
+            data = np.ascontiguousarray(after.astype(old.dtype)).reshape(LANES, 1).view(np.uint8)
+            self.store(space, where, data, one)
+        return old
+
+    def map_address(self, where: Array, rank: Array) -> Array:
+        return (where & np.uint32(OFFSET_MASK)) | (rank << np.uint32(RANK_SHIFT))
+
+    def stmatrix(
+        self, where: Array, registers: tuple[Array, ...], transposed: bool, full: bool
+    ) -> None:
+        self._require_whole(full, "stmatrix")
+        rows = registers_to_rows(np.stack(registers), transposed)
+        self.memory.store(Space.SHARED, where[: len(rows)], rows)
+
+    def ldmatrix(self, where: Array, count: int, transposed: bool, full: bool) -> Array:
+        self._require_whole(full, "ldmatrix")
+        rows = self.memory.load(Space.SHARED, where[: 8 * count], 16)
+        return rows_to_registers(rows, transposed)
+
+    def fence(self, opcode: str) -> None:
+        """Accesses happen in the order in which warps run: a fence orders nothing more."""
+
+    # -- lanes together --------------------------------------------------------------------------
+
+    def elected(self, mask: Array, full: bool) -> Array:
+        return _LANE_IS[0] if full else _LANE_IS[int(np.argmax(mask))]
+
+    def leader(self, mask: Array) -> Array:
+        return np.full(LANES, np.argmax(mask), np.uint32)
+
+    def shuffle_sources(self, mode: str, lane: Array, clamp: Array) -> tuple[Array, Array]:
+        return _shuffle_sources(mode, lane.tobytes(), clamp.tobytes())
+
+    def vote_ballot(self, value: Array, mask: Array) -> Array:
+        bits = int.from_bytes(np.packbits(value & mask, bitorder="little").tobytes(), "little")
+        return np.full(LANES, bits, np.uint32)
+
+    def vote_any(self, value: Array, mask: Array) -> Array:
+        return np.full(LANES, (value & mask).any())
+
+    def vote_all(self, value: Array, mask: Array) -> Array:
+        return np.full(LANES, (value | ~mask).all())
+
+    def vote_uni(self, value: Array, mask: Array) -> Array:
+        return self.vote_all(value, mask) | ~self.vote_any(value, mask)
+
+    def reduce_lanes(self, operation: str, value: Array, mask: Array) -> Array:
+        function: Any = _REDUCTIONS[operation]
+        return np.full(LANES, function.reduce(value[mask], dtype=value.dtype))
+
+    # -- barriers --------------------------------------------------------------------------------
+
+    def _mbarrier(self, where: int) -> MBarrier:
+        shared, offset = self.memory.shared_at(where, "An mbarrier operation")
+        return self.cta.cluster[shared.rank].mbarriers.at(offset)
+
+    def _mbarriers(self, where: Array, mask: Array) -> Iterable[tuple[int, int]]:
+        """(lane, address) of the active lanes."""
+        return ((int(lane), int(where[lane])) for lane in np.flatnonzero(mask))
+
+    def mbarrier_init(self, where: Array, count: Array, mask: Array) -> None:
+        for lane, address in self._mbarriers(where, mask):
+            shared, offset = self.memory.shared_at(address, "mbarrier.init")
+            shared.require_range(offset, 8, "mbarrier.init")
+            self.cta.cluster[shared.rank].mbarriers.init(offset, int(count[lane]))
+
+    def mbarrier_inval(self, where: Array, _value: None, mask: Array) -> None:
+        for _, address in self._mbarriers(where, mask):
+            shared, offset = self.memory.shared_at(address, "mbarrier.inval")
+            self.cta.cluster[shared.rank].mbarriers.invalidate(offset)
+
+    def mbarrier_expect_tx(self, where: Array, nbytes: Array, mask: Array) -> None:
+        for lane, address in self._mbarriers(where, mask):
+            self._mbarrier(address).expect_tx(int(nbytes[lane]))
+
+    def mbarrier_complete_tx(self, where: Array, nbytes: Array, mask: Array) -> None:
+        for lane, address in self._mbarriers(where, mask):
+            self._mbarrier(address).complete_tx(int(nbytes[lane]))
+
+    def mbarrier_arrive(
+        self, where: Array, value: Array | None, expects: bool, drop: bool, mask: Array
+    ) -> Array:
+        """`value` is a lane's number of bytes where it expects some, otherwise of arrivals."""
+        tokens = np.zeros(LANES, np.uint64)
+        for lane, address in self._mbarriers(where, mask):
+            number = 1 if value is None else int(value[lane])
+            arrivals, nbytes = (1, number) if expects else (number, 0)
+            tokens[lane] = self._mbarrier(address).arrive(arrivals, nbytes, drop)
+        return tokens
+
+    def mbarrier_wait(
+        self, where: Array, value: Array, is_parity: bool, blocks: bool, mask: Array
+    ) -> Array | None:
+        """Which lanes' phases are complete; None to wait, when none is.
+
+        Hardware may answer false at any time, and kernels ask again. Here a warp sleeps instead, so
+        that a phase that never completes is a deadlock and not an endless loop.
+        """
+        lane = int(np.argmax(mask))
+        address, operand = int(where[lane]), int(value[lane])
+        if (where[mask] == where[lane]).all() and (value[mask] == value[lane]).all():
+            barrier = self._mbarrier(address)
+            is_complete = barrier.test_parity if is_parity else barrier.test_state
+            if is_complete(operand):
+                return ALL_LANES
+            if not blocks:
+                return ~ALL_LANES
+            self._wait(
+                lambda: is_complete(operand),
+                lambda: f"{'parity' if is_parity else 'state'} {operand} of {barrier.describe()}",
+            )
+            return None
+        done = np.zeros(LANES, np.bool_)
+        for lane, address in self._mbarriers(where, mask):
+            barrier = self._mbarrier(address)
+            is_complete = barrier.test_parity if is_parity else barrier.test_state
+            done[lane] = is_complete(int(value[lane]))
+        if done.any() or not blocks:
+            return done
+        for lane, _ in self._mbarriers(where, mask):
+            one = np.arange(LANES) == lane
+            self.mbarrier_wait(where, value, is_parity, True, one)
+        return None
+
+    def named_barrier_sync(self, number: int, threads: int | None, mask: Array) -> bool:
+        self._require_whole(False, "bar.sync")
+        named = self.cta.named_barriers
+        if self._named_wait is None:
+            count = self.cta.threads if threads is None else threads
+            self._named_wait = number, named.arrive(number, count)
+        waited = self._named_wait
+        if not named.passed(*waited):
+            self._wait(lambda: named.passed(*waited), lambda: named.describe(waited[0]))
+            return False
+        self._named_wait = None
+        return True
+
+    def named_barrier_arrive(self, number: int, threads: int | None, mask: Array) -> None:
+        self._require_whole(False, "bar.arrive")
+        if threads is None:
+            raise BarrierMisuse("bar.arrive needs a number of threads.")
+        self.cta.named_barriers.arrive(number, threads)
+
+    def cluster_barrier_arrive(self, mask: Array) -> None:
+        self._require_whole(False, "barrier.cluster.arrive")
+        self.cta.cluster_barrier.arrive((self.cta.rank, self.index))
+
+    def cluster_barrier_wait(self, mask: Array) -> bool:
+        self._require_whole(False, "barrier.cluster.wait")
+        barrier = self.cta.cluster_barrier
+        generation = barrier.generation
+        if barrier.wait((self.cta.rank, self.index)):
+            return True
+        self._wait(lambda: barrier.generation != generation, barrier.describe)
+        return False
+
+    # -- copies ----------------------------------------------------------------------------------
+
+    def tma_load(
+        self,
+        where: Array,
+        map_address: Array,
+        coordinates: tuple[Array, ...],
+        barrier_address: Array,
+        mask: Array,
+    ) -> None:
+        line = self._calling_line()
+        for lane in np.flatnonzero(mask):
+            decoded = self._tensor_map(map_address[lane])
+            shared, offset = self.memory.shared_at(int(where[lane]), "A TMA load")
+            barrier = self._mbarrier(int(barrier_address[lane]))
+            index = tuple(int(coordinate[lane]) for coordinate in coordinates)
+            action = functools.partial(self._load_tile, decoded, shared, offset, index, barrier)
+            self._defer(action, line)
+
+    def _load_tile(
+        self, decoded: Any, shared: Any, offset: int, index: tuple[int, ...], barrier: MBarrier
+    ) -> None:
+        memory = self.memory.global_memory
+        barrier.complete_tx(tensor_map.load_tile(decoded, memory, shared, offset, index))
+
+    def tma_store(
+        self,
+        where: Array,
+        map_address: Array,
+        coordinates: tuple[Array, ...],
+        reduction: str | None,
+        mask: Array,
+    ) -> None:
+        line = self._calling_line()
+        fold = None if reduction is None else tensor_map.Reduction(reduction)
+        for lane in np.flatnonzero(mask):
+            decoded = self._tensor_map(map_address[lane])
+            shared, offset = self.memory.shared_at(int(where[lane]), "A TMA store")
+            index = tuple(int(coordinate[lane]) for coordinate in coordinates)
+            memory = self.memory.global_memory
+            action = functools.partial(
+                tensor_map.store_tile, decoded, memory, shared, offset, index, fold
+            )
+            self._open_copies.append(self._defer(action, line))
+
+    def _tensor_map(self, generic: np.uint64) -> Any:
+        packed = self.memory.read(
+            None, int(generic), tensor_map.MAP_BYTES, tensor_map.MAP_ALIGNMENT
+        )
+        return tensor_map.decode(packed)
+
+    def _defer(self, action: Callable[[], None], line: int) -> Deferred:
+        def located() -> None:
+            try:
+                action()
+            except EmulationError as error:
+                error.locate(self.location(line))
+                raise
+
+        deferred = Deferred(located)
+        self.cta.launch_state.defer(deferred)
+        return deferred
+
+    def bulk_commit(self, mask: Array) -> None:
+        """Groups are a warp's here, not a lane's: kernels let one elected lane store."""
+        if mask.any():
+            self._copy_groups.append(self._open_copies)
+            self._open_copies = []
+
+    def bulk_wait(self, pending: int, reads_only: bool, mask: Array) -> None:
+        """All groups but the latest `pending` complete, reads and writes at once."""
+        if not mask.any():
+            return
+        count = max(0, len(self._copy_groups) - pending)
+        for group in self._copy_groups[:count]:
+            for copy in group:
+                copy.complete()
+        del self._copy_groups[:count]
+
+    # -- warpgroups ------------------------------------------------------------------------------
+
+    def set_registers(self, count: int, full: bool) -> None:
+        self._require_whole(full, "setmaxnreg")
+        if not 24 <= count <= 256 or count % 8:
+            raise EmulationError(
+                f"setmaxnreg asks for {count} registers; allowed are multiples of 8 in 24..256."
+            )
+
+    def wgmma_fence(self, full: bool) -> None:
+        self._require_whole(full, "wgmma.fence")
+
+    def wgmma_commit(self, full: bool) -> None:
+        self._require_whole(full, "wgmma.commit_group")
+
+    def wgmma_wait(self, pending: int, full: bool) -> None:
+        """Results are in the registers since the wgmma; see wgmma_registers.py."""
+        self._require_whole(full, "wgmma.wait_group")
+
+    def wgmma(
+        self, full: bool, shape: tuple[Any, ...], start: Any, steps: tuple[Any, ...]
+    ) -> Array:
+        if not full:
+            raise EmulationError("wgmma is executed by a part of the warp.")
+        first = MmaShape(*shape)
+        plain = [
+            (a if first.a_in_registers else int(a[0]), int(b[0]), bool(adds[0]))
+            for a, b, adds in steps
+        ]
+        number = self._chains
+        self._chains += 1
+        group = self.cta.matrix_units[self.index // 4]
+        return group.chain(number, self.index % 4, first, np.asarray(start), plain)
+
+
+def _space(space: int | None) -> Space | None:
+    return None if space is None else Space(space)
+
+
+_ZEROS = {name: np.zeros(LANES, kind.dtype) for name, kind in KINDS.items() if not kind.packed}
+
+_LANE_IS = [np.arange(LANES) == lane for lane in range(LANES)]
+
+_REDUCTIONS = {
+    "add": np.add,
+    "min": np.minimum,
+    "max": np.maximum,
+    "and": np.bitwise_and,
+    "or": np.bitwise_or,
+    "xor": np.bitwise_xor,
+}
+
+_ATOMICS: dict[str, Callable[..., Any]] = {
+    **_REDUCTIONS,
+    "exch": lambda before, value: value,
+    "cas": lambda before, compare, value: np.where(before == compare, value, before),
+    "inc": lambda before, limit: np.where(before >= limit, before.dtype.type(0), before + 1),
+    "dec": lambda before, limit: np.where((before == 0) | (before > limit), limit, before - 1),
+}
+
+
+@functools.lru_cache(maxsize=1024)
+def _shuffle_sources(mode: str, lanes: bytes, clamps: bytes) -> tuple[Array, Array]:
+    """Source lane of each lane of shfl.sync, and whether it is in range (PTX ISA, shfl.sync)."""
+    operand = np.frombuffer(lanes, np.uint32).astype(np.int64) & 31
+    clamp_operand = np.frombuffer(clamps, np.uint32).astype(np.int64)
+    clamp, segment = clamp_operand & 31, clamp_operand >> 8 & 31
+    lane = np.arange(LANES)
+    highest = (lane & segment) | (clamp & ~segment)
+    lowest = lane & segment
+    if mode == "up":
+        source = lane - operand
+        valid = source >= highest
+    elif mode == "down":
+        source = lane + operand
+        valid = source <= highest
+    elif mode == "bfly":
+        source = lane ^ operand
+        valid = source <= highest
+    else:
+        source = lowest | (operand & ~segment)
+        valid = source <= highest
+    return np.where(valid, source, lane), valid
