@@ -27,7 +27,7 @@ from fa4.versions import DependencyError
 
 HEADS_Q, HEADS_KV, HEAD_DIM = 8, 2, 128
 MODEL_DIM = 256  # of the word vectors
-CPU_TOKENS, GPU_TOKENS = 1024, 4096
+CPU_TOKENS, GPU_TOKENS = 512, 4096
 LSE_BUDGET = 1e-3
 
 

@@ -35,7 +35,7 @@ _C_COMPILERS = ("cc", "gcc", "clang")
 _CUDA_CALL = re.compile(rb"\0(_cu(?:da)?[A-Z]\w*|cuda_dialect_\w+)(?=\0)")
 
 
-class HostLibraryError(RuntimeError):
+class HostLibraryError(KernelCompileError):
     """A compiled kernel cannot be given to the emulator. The message says why."""
 
 
