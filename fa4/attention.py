@@ -86,12 +86,20 @@ def flash_attn_func(
     """
     if dropout_p != 0.0 or alibi_slopes is not None or return_attn_probs:
         _refuse(dropout_p=dropout_p, alibi_slopes=alibi_slopes, return_attn_probs=return_attn_probs)
-    if backend == "emulator" or arch is not None:
-        options = _Options(softmax_scale, causal, window_size, softcap, backend)
-        result, lse = _emulate(q, k, v, Lengths(), options, sink, out, return_lse, arch)
-        return (result, lse) if return_lse else result
     return _attend(
-        q, k, v, None, softmax_scale, causal, window_size, softcap, sink, out, backend, return_lse
+        q,
+        k,
+        v,
+        None,
+        softmax_scale,
+        causal,
+        window_size,
+        softcap,
+        sink,
+        out,
+        backend,
+        arch,
+        return_lse,
     )
 
 
@@ -160,10 +168,6 @@ def flash_attn_varlen_func(
             max_seqlen_k=max_seqlen_k,
             **lengths._asdict(),
         )
-    if backend == "emulator" or arch is not None:
-        options = _Options(softmax_scale, causal, window_size, softcap, backend)
-        result, lse = _emulate(q, k, v, lengths, options, sink, out, return_lse, arch)
-        return (result, lse) if return_lse else result
     return _attend(
         q,
         k,
@@ -176,6 +180,7 @@ def flash_attn_varlen_func(
         sink,
         out,
         backend,
+        arch,
         return_lse,
     )
 
@@ -251,6 +256,7 @@ def _attend(
     sink: Tensor | None,
     out: Tensor | None,
     backend: str,
+    arch: str | None,
     wants_lse: bool,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Answer a call: by a launch that is known already, else by walking the path.
@@ -258,6 +264,10 @@ def _attend(
     Every look at a tensor costs a tenth of a microsecond or two here, so the key holds no more
     than it must.
     """
+    if backend == "emulator" or arch is not None:
+        options = _Options(softmax_scale, causal, window_size, softcap, backend)
+        result, lse = _emulate(q, k, v, lengths or Lengths(), options, sink, out, wants_lse, arch)
+        return (result, lse) if wants_lse else result
     launch = key = None
     try:
         key = (
