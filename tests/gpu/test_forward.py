@@ -1025,6 +1025,25 @@ def test_the_auto_backend_takes_the_kernel_and_gives_its_bits():
         assert torch.equal(kernel, auto)
 
 
+def test_a_known_launch_refuses_what_a_first_call_refuses():
+    """The launch of these shapes is known; the compiled function checks what its key leaves out."""
+    q, k, v = torch.randn(3, 2, 40, 4, 64, dtype=BF16, device=DEVICE).unbind(0)
+    expected = fa4.flash_attn_func(q, k, v, causal=True, backend=BACKEND)
+    room = torch.zeros(q.numel() + 8, dtype=BF16, device=DEVICE)
+    misplaced = room[1 : 1 + q.numel()].view(q.shape).copy_(q)
+    assert misplaced.is_contiguous()
+    for position, name in enumerate("qkv"):
+        tensors = [q, k, v]
+        tensors[position] = misplaced
+        with pytest.raises(fa4.UnsupportedProblemError, match=rf"{name} starts at .* 16 bytes"):
+            fa4.flash_attn_func(*tensors, causal=True, backend=BACKEND)
+    with pytest.raises(TypeError, match=r"bfloat16, torch\.float16 and torch\.bfloat16"):
+        fa4.flash_attn_func(q, k.half(), v, causal=True, backend=BACKEND)
+    with pytest.raises(ValueError, match="v is on cpu"):
+        fa4.flash_attn_func(q, k, v.cpu(), causal=True, backend=BACKEND)
+    assert torch.equal(fa4.flash_attn_func(q, k, v, causal=True, backend=BACKEND), expected)
+
+
 # Cost of a call -------------------------------------------------------------------------------
 
 
