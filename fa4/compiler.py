@@ -187,14 +187,14 @@ _state_lock = threading.Lock()  # guards _counters and _turns
 
 # Two compiles at once abort the process ("An MLIR function requires a Location" out of a C++
 # destructor), whatever they compile: the DSL is a singleton that holds the current compile's state.
-_dsl_lock = threading.RLock()
+dsl_lock = threading.RLock()
 
 
 def _reset_locks() -> None:
     """In a forked child the threads that may have held our locks do not exist."""
-    global _state_lock, _dsl_lock
+    global _state_lock, dsl_lock
     _turns.clear()
-    _state_lock, _dsl_lock = threading.Lock(), threading.RLock()
+    _state_lock, dsl_lock = threading.Lock(), threading.RLock()
 
 
 if hasattr(os, "register_at_fork"):
@@ -285,7 +285,7 @@ def _load_library(path: Path) -> Callable[..., Any]:
 
 def _load_object(spec: KernelSpec, object_code: bytes) -> Callable[..., Any]:
     """Load through the DSL; the callable keeps the code alive."""
-    with _dsl_lock, _memory_file(object_code) as path:
+    with dsl_lock, _memory_file(object_code) as path:
         dsl_runtime.import_dsl(spec.arch)
         import cutlass.cute.runtime as cute_runtime
 
@@ -309,7 +309,7 @@ def _memory_file(content: bytes = b"") -> Iterator[str]:
 
 def _stored_or_built(spec: KernelSpec) -> _Found:
     """The entry on disk; or a new one, for which other processes wait."""
-    key = _key(spec)
+    key = kernel_key(spec)
     entry, _ = disk_cache.read_entry(key)
     if entry is not None:
         return _from_disk(entry)
@@ -331,7 +331,7 @@ def _build(spec: KernelSpec, key: KernelKey) -> _Found:
     library = _link(object_code)
     is_library = library is not None
     path = None
-    if _hash_sources(_module_of(spec)) != key.facts["sources"]:
+    if hash_sources(entry_module(spec)) != key.facts["sources"]:
         disk_cache.warn_once(
             "The kernels' source files have changed since this process started, so what it "
             "compiles is not stored.",
@@ -346,10 +346,11 @@ def _compile(spec: KernelSpec) -> Any:
     from fa4.versions import check_versions
 
     check_versions()
-    with _dsl_lock:
+    with dsl_lock:
         try:
             dsl_runtime.import_dsl(spec.arch)
-            function = getattr(importlib.import_module(_module_of(spec)), spec.entry.split(":")[1])
+            module = importlib.import_module(entry_module(spec))
+            function = getattr(module, spec.entry.split(":")[1])
             compiled = function(spec.features, spec.schedule, spec.arch)
         except Exception as error:
             raise KernelCompileError(
@@ -361,7 +362,7 @@ def _compile(spec: KernelSpec) -> Any:
 
 def _export(spec: KernelSpec, compiled: Any) -> bytes:
     """Object code of what an entry returned, checked to be for the target that was asked for."""
-    with _dsl_lock, _memory_file() as path:
+    with dsl_lock, _memory_file() as path:
         try:
             compiled.export_to_c(object_file_path=path, function_name=_EXPORT_NAME)
         except Exception as error:
@@ -431,7 +432,7 @@ def _installed_linkers() -> list[str]:
 # -- the key -------------------------------------------------------------------------------------
 
 
-def _key(spec: KernelSpec) -> KernelKey:
+def kernel_key(spec: KernelSpec) -> KernelKey:
     """Everything that changes a kernel's code.
 
     Python's version is not in it: an entry is machine code behind a C interface.
@@ -442,13 +443,13 @@ def _key(spec: KernelSpec) -> KernelKey:
         "arch": spec.arch,
         "features": _stable_repr("features", spec.features),
         "schedule": _stable_repr("schedule", spec.schedule),
-        "sources": _source_digest(_module_of(spec)),
+        "sources": _source_digest(entry_module(spec)),
         "toolchain": dsl_runtime.toolchain(),
     }
     return KernelKey(spec.name, spec.arch, facts)
 
 
-def _module_of(spec: KernelSpec) -> str:
+def entry_module(spec: KernelSpec) -> str:
     return spec.entry.split(":")[0]
 
 
@@ -470,15 +471,15 @@ def _stable_repr(argument: str, value: Hashable) -> str:
 
 
 @functools.cache
-def _source_digest(entry_module: str) -> str:
+def _source_digest(module: str) -> str:
     """SHA-256 of the texts that a kernel is traced from.
 
     Found once a process: modules that it has imported do not follow later edits either.
     """
-    return _hash_sources(entry_module)
+    return hash_sources(module)
 
 
-def _hash_sources(entry_module: str) -> str:
+def hash_sources(module: str) -> str:
     """Hash every module of fa4.kernels and fa4.pipelines, and the entry's own if it is in neither.
 
     Names and texts count, times and places do not: a reinstalled wheel keeps its entries, and an
@@ -490,9 +491,9 @@ def _hash_sources(entry_module: str) -> str:
         for folder in map(Path, _package_folders(package)):
             for path in sorted(folder.rglob("*.py")):
                 _add_file(digest, f"{package}/{path.relative_to(folder).as_posix()}", path)
-            is_hashed = is_hashed or entry_module.startswith(f"{package}.")
+            is_hashed = is_hashed or module.startswith(f"{package}.")
     if not is_hashed:
-        _add_file(digest, entry_module, _module_file(entry_module))
+        _add_file(digest, module, _module_file(module))
     return digest.hexdigest()
 
 

@@ -41,22 +41,10 @@ class ForwardLaunch:
         self.device = q.device
         # Asking for the current device costs most of a microsecond.
         self.may_be_elsewhere = torch.cuda.device_count() > 1
-        rows = (problem.seqlen_q,) if problem.packed_q else (problem.batch, problem.seqlen_q)
-        self.out_shape = (*rows, problem.heads_q, problem.head_dim_v)
+        self.out_shape, self.lse_shape = result_shapes(problem)
         self.out_is_like_q = q.is_contiguous() and q.shape == self.out_shape
-        if problem.packed_q:
-            self.lse_shape: tuple[int, ...] = (problem.heads_q, problem.seqlen_q)
-        else:
-            self.lse_shape = (problem.batch, problem.heads_q, problem.seqlen_q)
         self.unwanted_lse = _unwanted_lse(self.device, len(self.lse_shape))
-        self.scalars = (
-            problem.softmax_scale,
-            problem.softcap,
-            problem.window_left or 0,
-            problem.window_right or 0,
-            heads_in_group(problem),
-            multiprocessor_count(self.device),
-        )
+        self.scalars = scalar_arguments(problem, multiprocessor_count(self.device))
 
     def __call__(
         self,
@@ -85,6 +73,26 @@ class ForwardLaunch:
         else:
             self.kernel(*tensors, *self.scalars, fills_padding, stores_lse)
         return out, lse
+
+
+def result_shapes(problem: AttentionProblem) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Shapes of the output and of the LSE."""
+    batch, rows, heads = problem.batch, problem.seqlen_q, problem.heads_q
+    if problem.packed_q:
+        return (rows, heads, problem.head_dim_v), (heads, rows)
+    return (batch, rows, heads, problem.head_dim_v), (batch, heads, rows)
+
+
+def scalar_arguments(problem: AttentionProblem, multiprocessors: int) -> tuple[int | float, ...]:
+    """A forward kernel's arguments from softmax_scale to max_ctas; see its host entry."""
+    return (
+        problem.softmax_scale,
+        problem.softcap,
+        problem.window_left or 0,
+        problem.window_right or 0,
+        heads_in_group(problem),
+        multiprocessors,
+    )
 
 
 @functools.cache

@@ -294,24 +294,24 @@ DIFFERENCES = [
 @pytest.mark.parametrize("difference", DIFFERENCES, ids=str)
 def test_key_changes_with(difference: Difference, monkeypatch: pytest.MonkeyPatch) -> None:
     """C76. Whatever the code depends on."""
-    stem = compiler._key(tiny_spec()).stem
+    stem = compiler.kernel_key(tiny_spec()).stem
     dsl_runtime.toolchain.cache_clear()
     for name, value in difference.environment.items():
         monkeypatch.setenv(name, value)
     changed = {**dsl_runtime.toolchain(), **difference.toolchain}
     monkeypatch.setattr(dsl_runtime, "toolchain", lambda: changed)
     monkeypatch.setattr(compiler, "CACHE_FORMAT", difference.cache_format)
-    assert compiler._key(difference.spec).stem != stem
+    assert compiler.kernel_key(difference.spec).stem != stem
 
 
 @pytest.mark.parametrize("name", ["CUTE_DSL_ARCH", "CUTE_DSL_DUMP_DIR", "CUTE_DSL_LOG_LEVEL"])
 def test_key_stays_with_settings_that_do_not_change_code(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    stem = compiler._key(tiny_spec()).stem
+    stem = compiler.kernel_key(tiny_spec()).stem
     dsl_runtime.toolchain.cache_clear()
     monkeypatch.setenv(name, "sm_100a")
-    assert compiler._key(tiny_spec()).stem == stem
+    assert compiler.kernel_key(tiny_spec()).stem == stem
 
 
 def sources(folder: Path, **texts: str) -> Path:
@@ -328,7 +328,7 @@ def test_source_digest_follows_texts_and_names_only(
         monkeypatch.setattr(
             compiler, "_package_folders", lambda p: [str(folder)] if p == "fa4.kernels" else []
         )
-        return compiler._hash_sources("fa4.kernels.sm90.forward")
+        return compiler.hash_sources("fa4.kernels.sm90.forward")
 
     original = sources(tmp_path / "a", forward="x = 1\n", backward="y = 2\n")
     expected = digest(original)
@@ -353,9 +353,9 @@ def test_sources_of_kernels_and_pipelines_are_found() -> None:
 
 
 def test_hashing_the_sources_is_cheap() -> None:
-    compiler._hash_sources("fa4.kernels.sm90.forward")
+    compiler.hash_sources("fa4.kernels.sm90.forward")
     start = time.perf_counter()
-    compiler._hash_sources("fa4.kernels.sm90.forward")
+    compiler.hash_sources("fa4.kernels.sm90.forward")
     assert time.perf_counter() - start < 0.01
 
 
@@ -662,7 +662,7 @@ def test_lock_of_a_killed_process_is_free() -> None:
 import os, signal
 from fa4 import compiler, disk_cache
 from tests.tiny_kernel import tiny_spec
-with disk_cache.only_builder(compiler._key(tiny_spec())) as entry:
+with disk_cache.only_builder(compiler.kernel_key(tiny_spec())) as entry:
     assert entry is None
     print("holding", flush=True)
     signal.pause()
@@ -687,7 +687,7 @@ def test_waiting_for_the_lock_ends_with_a_warning_and_an_own_compile(
 ) -> None:
     monkeypatch.setattr(disk_cache, "LOCK_TIMEOUT_S", 0.1)
     counts = Counts()
-    with disk_cache.only_builder(compiler._key(tiny_spec())):
+    with disk_cache.only_builder(compiler.kernel_key(tiny_spec())):
         (message,) = recorded_warnings(lambda: compiler.compile_kernel(tiny_spec()))
     assert "Another process has been building fa4_tests_tiny_kernel_fp32_plus1" in message
     assert counts.compiles == 1
@@ -700,7 +700,7 @@ def test_waiting_ends_when_the_entry_appears(cache: Path) -> None:
     content = path.read_bytes()
     path.unlink()
     counts = Counts()
-    with disk_cache.only_builder(compiler._key(tiny_spec())):
+    with disk_cache.only_builder(compiler.kernel_key(tiny_spec())):
         waiter = threading.Thread(target=compiler.get_kernel, args=(tiny_spec(),))
         waiter.start()
         time.sleep(0.2)
@@ -784,7 +784,7 @@ def test_readers_never_see_a_partial_entry_while_writers_write_and_die(cache: Pa
 
 def test_what_killed_writers_left_is_removed_after_a_while(cache: Path) -> None:
     cache.mkdir()
-    stem = compiler._key(tiny_spec()).stem
+    stem = compiler.kernel_key(tiny_spec()).stem
     recent, old = (cache / f".{stem}.so.{digit * 32}.tmp" for digit in "01")
     for path in (recent, old):
         path.write_bytes(b"part of an entry")
@@ -795,7 +795,7 @@ def test_what_killed_writers_left_is_removed_after_a_while(cache: Path) -> None:
 
 
 def test_forked_child_does_not_wait_for_threads_that_it_does_not_have() -> None:
-    with compiler._turn_of(tiny_spec()), compiler._dsl_lock, warnings.catch_warnings():
+    with compiler._turn_of(tiny_spec()), compiler.dsl_lock, warnings.catch_warnings():
         warnings.simplefilter(
             "ignore", DeprecationWarning
         )  # fork of a threaded process, on purpose
@@ -914,7 +914,7 @@ def test_listing_shows_what_is_there() -> None:
 
 def test_clearing_removes_our_files_and_no_others(cache: Path) -> None:
     function = compiler.get_kernel(tiny_spec())
-    stem = compiler._key(tiny_spec()).stem
+    stem = compiler.kernel_key(tiny_spec()).stem
     (cache / f".{stem}.so.{'0' * 32}.tmp").write_bytes(b"left by a killed writer")
     for name in ("notes.txt", "libother.so", "other.lock", "other.tmp"):
         (cache / name).write_text("somebody else's")

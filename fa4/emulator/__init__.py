@@ -6,6 +6,7 @@
 from fa4.emulator.capture import DeviceModel
 from fa4.emulator.device import LaunchReport, TensorUse, emulate_forward, run
 from fa4.emulator.errors import EmulationError
+from fa4.emulator.execute import Options
 from fa4.emulator.launch_record import Launch
 
 __all__ = [
@@ -13,6 +14,7 @@ __all__ = [
     "EmulationError",
     "Launch",
     "LaunchReport",
+    "Options",
     "TensorUse",
     "emulate_forward",
     "run",

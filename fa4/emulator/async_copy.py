@@ -105,7 +105,8 @@ class AsyncCopies:
 
     def _queues_of(self, mask: Array) -> list[_LaneQueue]:
         """The queues of these lanes, parted from those of the others."""
-        found, others = [], []
+        found: list[_LaneQueue] = []
+        others: list[_LaneQueue] = []
         for queue in self.queues:
             inside, outside = queue.lanes & mask, queue.lanes & ~mask
             if inside.any() and outside.any():

@@ -1,47 +1,53 @@
-"""Race detector: accesses to shared memory that nothing orders, whatever order this run took.
+"""Race detector: accesses to shared and tensor memory that nothing orders.
 
-Happens-before with vector clocks (Mattern 1989), kept for actors: each warp, the TMA loads of each
-mbarrier, the bulk stores of each warp, the wgmmas of each warpgroup. An access is stamped with its
-actor's epoch; a later access conflicts with it unless the later one's clock has reached that epoch.
-Clocks travel along mbarrier phases (arrivals and finished TMA loads to waiters), named barriers, the
-cluster's barrier, and waits for bulk and wgmma groups.
+`CheckedWarp` is a warp whose every access and synchronisation is told to race_detector.py. Clocks
+travel along mbarrier phases (arrivals and finished TMA loads to waiters), named barriers, the
+cluster's barrier, tcgen05 commits, and waits for bulk, cp.async and wgmma groups.
 
-A clock has three rows: what is ordered before; what of that passed a fence.proxy.async, which the
-async proxy (TMA, wgmma) needs to see generic writes; and what passed a fence that makes mbarrier
-initialisations visible to it. A fence anywhere between the two accesses counts, by whichever warp.
+Reported are unordered accesses, generic writes that the async proxy sees without a proxy fence,
+mbarriers used without ordering after their initialisation, and copies that nobody waits for before
+shared memory is given up.
 
-Also found: mbarriers used without ordering after their initialisation, copies that nobody waits for
-before shared memory is given up.
-
-What it takes for granted: lanes of a warp are one actor; a wgmma wait of one warp covers its
-warpgroup; arrivals release and waits acquire, whatever their semantics; a generic read needs no
-proxy fence before an async write. Global memory is not followed. Atomics do not conflict with each
-other, and order nothing.
+What it takes for granted: lanes of a warp are one actor; a warp of a warpgroup reads its own rows
+of A and all of B, and its wait covers that alone; arrivals release, waits acquire, whatever their
+semantics; a generic read needs no proxy fence before an async write; tcgen05.ld is over when it is
+issued, tcgen05.st when it is waited for, and the tcgen05 fences are not needed. Atomics do not
+conflict with each other, and order nothing. Global memory is not followed.
 """
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
-from enum import IntEnum
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from fa4.emulator import tensor_core
 from fa4.emulator.async_copy import AsyncCopies
 from fa4.emulator.barriers import MBarrier
-from fa4.emulator.errors import (
-    DataRace,
-    EmulationError,
-    Location,
-    MissingProxyFence,
-    UnfinishedCopy,
-    UnknownInstruction,
+from fa4.emulator.bulk_copy import BulkCopies
+from fa4.emulator.checker_tcgen05 import WatchedTcgen05
+from fa4.emulator.cluster_copy import ClusterCopies
+from fa4.emulator.cluster_launch_control import ANSWER_BYTES, ClusterLaunchControl
+from fa4.emulator.errors import EmulationError, UnfinishedCopy
+from fa4.emulator.memory import AddressSpace, Bytes, SharedMemory, Space
+from fa4.emulator.operand_cells import operand_cells
+from fa4.emulator.race_detector import (
+    Access,
+    Actor,
+    BarrierState,
+    Cells,
+    Clock,
+    Generation,
+    Row,
+    Shadow,
+    unfinished_load,
 )
-from fa4.emulator.memory import AddressSpace, Allocation, Bytes, SharedMemory, Space
-from fa4.emulator.tensor_core import Operand, operand_ranges
+from fa4.emulator.tcgen05 import Tcgen05
+from fa4.emulator.tensor_core import Operand
 from fa4.emulator.warp import Deferred, Warp
 from fa4.emulator.warpgroup_mma import MmaShape
 
@@ -49,120 +55,6 @@ if TYPE_CHECKING:
     from fa4.emulator.execute import Cta
 
 Array = NDArray[Any]
-Clock = NDArray[np.int32]  # (rows, actors): the epoch of each actor that is known
-Cells = slice | NDArray[np.int64]
-
-_WORD = 4  # bytes of a shadow cell, until a narrower access is seen
-_MAX_MBARRIERS = 256  # of a CTA, initialised anew included
-
-
-class Row(IntEnum):
-    """Rows of a clock; see the module's docstring."""
-
-    ORDERED = 0
-    FENCED = 1
-    INITIALISED = 2
-
-
-@dataclass(frozen=True)
-class Actor:
-    """Whatever accesses memory in an order of its own.
-
-    index     column of the clocks
-    is_async  whether it belongs to the async proxy
-    """
-
-    index: int
-    name: str
-    is_async: bool
-
-
-@dataclass(frozen=True)
-class Access:
-    """One access of an actor.
-
-    epoch  of the actor; later epochs are ordered after it wherever they are known
-    what   for messages, such as "a TMA load"
-    line   of the PTX text
-    """
-
-    actor: Actor
-    epoch: int
-    what: str
-    line: int | None
-    is_atomic: bool = False
-
-    def __str__(self) -> str:
-        place = "" if self.line is None else f" (PTX line {self.line})"
-        return f"{self.what} by {self.actor.name}{place}"
-
-
-class Shadow:
-    """Who wrote each cell of a memory last, and who read it since.
-
-    name        of the memory
-    cell_bytes  per cell; it shrinks to a byte when a narrower access comes
-    writes      (cells,) number of the last write in the detector's list of accesses, 0 for none
-    reads       by actor, the same of its latest read since
-    """
-
-    def __init__(self, name: str, nbytes: int, cell_bytes: int = _WORD):
-        self.name = name
-        self.cell_bytes = cell_bytes
-        self.writes = np.zeros(-(-nbytes // cell_bytes), np.int32)
-        self.reads: dict[int, NDArray[np.int32]] = {}
-
-    def range(self, offset: int, nbytes: int) -> slice:
-        self._fit(offset | nbytes)
-        return slice(offset // self.cell_bytes, (offset + nbytes) // self.cell_bytes)
-
-    def lanes(self, offsets: Array, nbytes: int) -> Cells:
-        """Cells of accesses of `nbytes` each."""
-        self._fit(nbytes)  # accesses are aligned to their size
-        first = offsets // self.cell_bytes
-        return (first[:, None] + np.arange(nbytes // self.cell_bytes)).reshape(-1)
-
-    def reads_of(self, actor: Actor) -> NDArray[np.int32]:
-        reads = self.reads.get(actor.index)
-        if reads is None:
-            reads = self.reads[actor.index] = np.zeros_like(self.writes)
-        return reads
-
-    def _fit(self, multiple: int) -> None:
-        if multiple % self.cell_bytes:
-            self.writes = np.repeat(self.writes, self.cell_bytes)
-            self.reads = {a: np.repeat(reads, self.cell_bytes) for a, reads in self.reads.items()}
-            self.cell_bytes = 1
-
-
-@dataclass
-class _BarrierState:
-    """What waiters of an mbarrier learn.
-
-    initialised  the access that initialised it
-    loads        actor of the TMA loads that complete at it
-    issued       of those loads; the latest epoch
-    pending      what arrived in the phase that is not complete
-    completed    what arrived in all phases before
-    phase        that `pending` belongs to
-    """
-
-    barrier: MBarrier
-    initialised: Access
-    loads: Actor
-    pending: Clock
-    completed: Clock
-    rank: int
-    issued: int = 0
-    issue_line: int | None = None
-    phase: int = 0
-
-    def settle(self) -> None:
-        """Notice that the barrier has completed phases since the last call."""
-        if self.phase != self.barrier.phase:
-            np.maximum(self.completed, self.pending, out=self.completed)
-            self.pending[:] = 0
-            self.phase = self.barrier.phase
 
 
 @dataclass(frozen=True)
@@ -179,186 +71,6 @@ class _Issue:
     number: int
 
 
-@dataclass
-class _Generation:
-    """What has arrived at one generation of a barrier."""
-
-    number: int
-    clock: Clock
-
-
-@dataclass
-class _Warpgroup:
-    """wgmmas of a warpgroup: epochs by the running number of their chain."""
-
-    actor: Actor
-    epochs: dict[int, int] = field(default_factory=dict)
-    latest: int = 0
-
-
-class RaceDetector:
-    """What is known about the shared memory of one cluster."""
-
-    def __init__(self, cluster: Sequence[SharedMemory], warps: int):
-        self.shadows = {
-            id(shared.allocation): Shadow(shared.allocation.name, shared.size) for shared in cluster
-        }
-        self.accesses: list[Access | None] = [None]
-        self.actors: list[Actor] = []
-        # Warps, their stores, their copies, their warpgroups.
-        self._capacity = len(cluster) * (4 * warps + _MAX_MBARRIERS)
-        self.barriers: dict[int, _BarrierState] = {}  # by the identity of the barrier
-        self.generations: dict[Any, _Generation] = {}
-        self.warpgroups: dict[tuple[int, int], _Warpgroup] = {}
-        self.clocks: dict[tuple[int, int], Clock] = {}  # of warps, by rank and index
-        self.running = len(cluster) * warps
-
-    def actor(self, name: str, is_async: bool) -> Actor:
-        actor = Actor(len(self.actors), name, is_async)
-        if actor.index == self._capacity:
-            raise UnknownInstruction(
-                f"The race detector follows at most {_MAX_MBARRIERS} mbarriers a CTA."
-            )
-        self.actors.append(actor)
-        return actor
-
-    def clock(self) -> Clock:
-        return np.zeros((len(Row), self._capacity), np.int32)
-
-    # -- accesses --------------------------------------------------------------------------------
-
-    def shadow_of(self, allocation: Allocation) -> Shadow | None:
-        return self.shadows.get(id(allocation))
-
-    def read(self, shadow: Shadow, cells: Cells, access: Access, clock: Clock) -> None:
-        """An access that must come after the last write of its cells."""
-        self.require_visible(shadow, cells, access, clock)
-        shadow.reads_of(access.actor)[cells] = self._number(access)
-
-    def require_visible(self, shadow: Shadow, cells: Cells, access: Access, clock: Clock) -> None:
-        """What `read` checks, without a trace."""
-        for number in _distinct(shadow.writes[cells]):
-            earlier = self.accesses[number]
-            if earlier is not None:
-                self._require_before(earlier, True, access, clock, shadow, cells, shadow.writes)
-
-    def write(self, shadow: Shadow, cells: Cells, access: Access, clock: Clock) -> None:
-        """An access that must come after the last write of its cells and all reads since."""
-        for number in _distinct(shadow.writes[cells]):
-            earlier = self.accesses[number]
-            if earlier is not None and not (earlier.is_atomic and access.is_atomic):
-                self._require_before(earlier, True, access, clock, shadow, cells, shadow.writes)
-        for reads in shadow.reads.values():
-            numbers = _distinct(reads[cells])
-            for number in numbers:
-                earlier = self.accesses[number]
-                if earlier is not None:
-                    self._require_before(earlier, False, access, clock, shadow, cells, reads)
-            if numbers != {0}:
-                reads[cells] = 0
-        shadow.writes[cells] = self._number(access)
-
-    def _number(self, access: Access) -> int:
-        self.accesses.append(access)
-        return len(self.accesses) - 1
-
-    def _require_before(
-        self,
-        earlier: Access,
-        earlier_writes: bool,
-        access: Access,
-        clock: Clock,
-        shadow: Shadow,
-        cells: Cells,
-        numbers: NDArray[np.int32],
-    ) -> None:
-        index, epoch = earlier.actor.index, earlier.epoch
-        if clock[Row.ORDERED, index] < epoch:
-            raise DataRace(
-                f"Unordered accesses to {self._place(earlier, shadow, cells, numbers)}: {access} "
-                f"comes after {earlier} in this run, but nothing orders them."
-            )
-        if not (earlier_writes and access.actor.is_async) or earlier.actor.is_async:
-            return
-        if clock[Row.FENCED, index] < epoch:
-            raise MissingProxyFence(
-                f"{access} touches {self._place(earlier, shadow, cells, numbers)} after {earlier} "
-                "without a fence.proxy.async between them."
-            )
-
-    def _place(
-        self, earlier: Access, shadow: Shadow, cells: Cells, numbers: NDArray[np.int32]
-    ) -> str:
-        touched = np.arange(numbers.size)[cells]
-        cell = next(c for c in touched.tolist() if self.accesses[numbers[c]] is earlier)
-        return f"byte {cell * shadow.cell_bytes} of {shadow.name}"
-
-    # -- mbarriers -------------------------------------------------------------------------------
-
-    def initialise(self, barrier: MBarrier, rank: int, access: Access) -> None:
-        loads = self.actor(f"TMA to {barrier.name}", is_async=True)
-        self.barriers[id(barrier)] = _BarrierState(
-            barrier, access, loads, self.clock(), self.clock(), rank
-        )
-
-    def barrier(self, barrier: MBarrier, clock: Clock, row: Row, user: str) -> _BarrierState:
-        """The state of a barrier that is used by someone with this clock."""
-        state = self.barriers[id(barrier)]
-        first = state.initialised
-        if clock[Row.ORDERED, first.actor.index] < first.epoch:
-            raise DataRace(f"{user} uses {barrier.name}, but nothing orders it after {first}.")
-        if clock[row, first.actor.index] < first.epoch:
-            raise MissingProxyFence(
-                f"{user} uses {barrier.name} after {first} without a fence.mbarrier_init or "
-                "fence.proxy.async between them."
-            )
-        state.settle()
-        return state
-
-    def generation(self, key: Any, number: int) -> _Generation:
-        """What arrives at a barrier of another kind while its count of generations is `number`."""
-        found = self.generations.get(key)
-        if found is None or found.number != number:
-            found = self.generations[key] = _Generation(number, self.clock())
-        return found
-
-    # -- the end ---------------------------------------------------------------------------------
-
-    def warp_exited(self) -> None:
-        self.running -= 1
-        if self.running == 0:
-            for state in self.barriers.values():
-                if state.issued:
-                    self._require_waited(state)
-
-    def _require_waited(self, state: _BarrierState) -> None:
-        known = max(
-            clock[Row.ORDERED, state.loads.index]
-            for (rank, _), clock in self.clocks.items()
-            if rank == state.rank
-        )
-        if known < state.issued:
-            error = unfinished_load(state)
-            if state.issue_line is not None:
-                error.locate(Location(state.issue_line))
-            raise error
-
-
-def unfinished_load(state: _BarrierState) -> UnfinishedCopy:
-    return UnfinishedCopy(
-        f"The CTA gives up its shared memory while a TMA load to {state.barrier.name} may still "
-        "write to it: no warp has waited for it."
-    )
-
-
-def _distinct(numbers: NDArray[np.int32]) -> set[int]:
-    if numbers.size <= 256:
-        return set(numbers.tolist())
-    # Tiles were written by few accesses, in long runs.
-    changes = np.flatnonzero(numbers[1:] != numbers[:-1])
-    return {int(numbers[0]), *numbers[changes + 1].tolist()}
-
-
 class WatchedMemory(AddressSpace):
     """A warp's view of memory, which tells the race detector of generic accesses."""
 
@@ -367,6 +79,7 @@ class WatchedMemory(AddressSpace):
         self.parameters = space.parameters
         self.warp = warp
         self.is_atomic = False
+        self.is_muted = False
         self._parts: list[Any] = []
 
     def load(
@@ -389,7 +102,7 @@ class WatchedMemory(AddressSpace):
         return self._parts
 
     def _note(self, nbytes: int, what: str, check: Callable[..., None]) -> None:
-        for allocation, _, offsets in self._parts:
+        for allocation, _, offsets in () if self.is_muted else self._parts:
             shadow = self.warp.races.shadow_of(allocation)
             if shadow is not None:
                 access, clock = self.warp.access(what, self.is_atomic)
@@ -425,31 +138,90 @@ class WatchedCopies(AsyncCopies):
         super().arrive(where, is_counted, mask)
 
 
+class WatchedClusterCopies(ClusterCopies):
+    """st.async of a warp: they belong to their mbarriers, as TMA loads do."""
+
+    warp: CheckedWarp
+
+    def _store(self, where: Array, data: Array, barrier: Array, mask: Array) -> None:
+        for lane in np.flatnonzero(mask):
+            shared, offset = self.warp.memory.shared_at(int(where[lane]), "st.async")
+            signalled = self.warp._mbarrier(int(barrier[lane]))
+            self.warp.written_by_copy(shared, offset, data.shape[1], signalled, "a st.async")
+        with self.warp.unwatched():
+            super()._store(where, data, barrier, mask)
+
+
+class WatchedBulkCopies(BulkCopies):
+    """cp.async.bulk of a warp without a tensor map."""
+
+    warp: CheckedWarp
+
+    def _copy_and_complete(
+        self, source: tuple[Space, int], where: int, nbytes: int, barrier: MBarrier
+    ) -> None:
+        shared, offset = self.warp.memory.shared_at(where, "A bulk copy")
+        self.warp.written_by_copy(shared, offset, nbytes, barrier, "a bulk copy")
+        if source[0] == Space.SHARED:
+            shared, offset = self.warp.memory.shared_at(source[1], "A bulk copy")
+            self.warp.read_by_copy(shared, offset, nbytes, barrier, "a bulk copy")
+        with self.warp.unwatched():
+            super()._copy_and_complete(source, where, nbytes, barrier)
+
+    def to_global(
+        self, adds: bool, where: Array, source: Array, nbytes: Array, mask: Array
+    ) -> None:
+        for lane in np.flatnonzero(mask):
+            shared, offset = self.warp.memory.shared_at(int(source[lane]), "A bulk copy")
+            self.warp.read_by_store(shared, offset, int(nbytes[lane]), "a bulk copy")
+        super().to_global(adds, where, source, nbytes, mask)
+
+
+class WatchedLaunchControl(ClusterLaunchControl):
+    """Requests for other clusters' work: answers belong to their mbarriers, as TMA loads do."""
+
+    warp: CheckedWarp
+
+    def _answer(self, targets: list[tuple[int, int]]) -> None:
+        for place, signalled in targets:
+            shared, offset = self.warp.memory.shared_at(place, "try_cancel")
+            barrier = self.warp._mbarrier(signalled)
+            self.warp.written_by_copy(shared, offset, ANSWER_BYTES, barrier, "a try_cancel")
+        with self.warp.unwatched():
+            super()._answer(targets)
+
+
 class CheckedWarp(Warp):
     """A warp whose accesses and synchronisation the race detector follows.
 
-    actor   of its generic accesses
-    stores  actor of its bulk stores
-    copies  actor of its cp.asyncs, which belong to the generic proxy
-    clock   what is ordered before its next instruction
+    actor     of its generic accesses
+    stores    actor of its bulk stores
+    copies    actor of its cp.asyncs, which belong to the generic proxy
+    products  actor of its wgmmas
+    clock     what is ordered before its next instruction
     """
 
     def __init__(self, cta: Cta, index: int, live: Array):
         super().__init__(cta, index, live)
         assert cta.races is not None
         self.races = cta.races
-        self.memory = WatchedMemory(cta.memory, self)
+        self.memory = self._watched = WatchedMemory(cta.memory, self)
         place = f"warp {index} of CTA rank {cta.rank}"
         self.actor = self.races.actor(place, is_async=False)
         self.stores = self.races.actor(f"the bulk stores of {place}", is_async=True)
         self.copies = self.races.actor(f"the cp.asyncs of {place}", is_async=False)
+        self.products = self.races.actor(f"the wgmmas of {place}", is_async=True)
         self.async_copies: AsyncCopies = WatchedCopies(self)
+        self.cluster_copies: ClusterCopies = WatchedClusterCopies(self)
+        self.bulk_copies: BulkCopies = WatchedBulkCopies(self)
+        self.launch_control: ClusterLaunchControl = WatchedLaunchControl(self)
+        self.tcgen05: Tcgen05 = WatchedTcgen05(self)
         self.copy_numbers: dict[Deferred, int] = {}
         self.clock = self.races.clock()
         self.clock[Row.ORDERED, self.actor.index] = 1
         self.races.clocks[cta.rank, index] = self.clock
-        self._barrier_arrived: _Generation | None = None
-        self._cluster_arrived: _Generation | None = None
+        self._barrier_arrived: Generation | None = None
+        self._cluster_arrived: Generation | None = None
         self._issue: _Issue | None = None  # of the copy that happens now
         self.copied = 0  # epoch of the latest cp.async
         self._stored = 0  # epoch of the latest bulk store
@@ -465,7 +237,7 @@ class CheckedWarp(Warp):
             issue = self._issue
             return Access(self.copies, issue.number, "a cp.async", issue.line), issue.clock
         epoch = int(self.clock[Row.ORDERED, self.actor.index])
-        return Access(self.actor, epoch, what, self._line(), is_atomic), self.clock
+        return Access(self.actor, epoch, what, self._calling_line(), is_atomic), self.clock
 
     def next_epoch(self) -> None:
         """What comes later is not part of what was passed on before."""
@@ -477,15 +249,6 @@ class CheckedWarp(Warp):
     def release(self, other: Clock) -> None:
         np.maximum(other, self.clock, out=other)
         self.next_epoch()
-
-    def _line(self) -> int | None:
-        """PTX line of the instruction that is being executed."""
-        frame = sys._getframe(1)
-        while frame is not None:
-            if frame.f_code.co_filename == self.program.filename:
-                return self.program.python_lines[frame.f_lineno - 1]
-            frame = frame.f_back  # type: ignore[assignment]
-        return None
 
     def fence(self, opcode: str) -> None:
         super().fence(opcode)
@@ -509,12 +272,20 @@ class CheckedWarp(Warp):
         values: tuple[Array, ...],
         mask: Array,
     ) -> Array:
-        assert isinstance(self.memory, WatchedMemory)
-        self.memory.is_atomic = True
+        self._watched.is_atomic = True
         try:
             return super().atomic(space, operation, where, values, mask)
         finally:
-            self.memory.is_atomic = False
+            self._watched.is_atomic = False
+
+    @contextlib.contextmanager
+    def unwatched(self) -> Iterator[None]:
+        """For accesses that were told to the detector in another way."""
+        self._watched.is_muted = True
+        try:
+            yield
+        finally:
+            self._watched.is_muted = False
 
     # -- barriers --------------------------------------------------------------------------------
 
@@ -561,7 +332,7 @@ class CheckedWarp(Warp):
                 self.acquire(state.completed)
         return done
 
-    def barriers(self, where: Array, mask: Array) -> Iterable[_BarrierState]:
+    def barriers(self, where: Array, mask: Array) -> Iterable[BarrierState]:
         """The mbarriers that lanes name, each once; this warp may use them now."""
         return [
             self.races.barrier(
@@ -584,7 +355,7 @@ class CheckedWarp(Warp):
         self.release(self._named_generation(number).clock)
         super().named_barrier_arrive(number, threads, mask)
 
-    def _named_generation(self, number: int) -> _Generation:
+    def _named_generation(self, number: int) -> Generation:
         key = (self.cta.rank, number)
         return self.races.generation(key, self.cta.named_barriers.generation(number))
 
@@ -608,11 +379,11 @@ class CheckedWarp(Warp):
         self.next_epoch()
 
         def checked() -> None:
-            self._issue = issued
+            outer, self._issue = self._issue, issued
             try:
                 action()
             finally:
-                self._issue = None
+                self._issue = outer
 
         deferred = super()._defer(checked, line)
         self.copy_numbers[deferred] = issued.number
@@ -621,18 +392,35 @@ class CheckedWarp(Warp):
     def _load_tile(
         self, decoded: Any, shared: Any, offset: int, index: tuple[int, ...], barrier: MBarrier
     ) -> None:
+        self.written_by_copy(shared, offset, decoded.tile_bytes, barrier, "a TMA load")
+        super()._load_tile(decoded, shared, offset, index, barrier)
+
+    def written_by_copy(
+        self, shared: SharedMemory, offset: int, nbytes: int, barrier: MBarrier, what: str
+    ) -> None:
+        """A copy to shared memory that completes at an mbarrier happens now."""
         assert self._issue is not None
         clock, line = self._issue.clock, self._issue.line
-        state = self.races.barrier(barrier, clock, Row.INITIALISED, "A TMA load")
+        state = self.races.barrier(barrier, clock, Row.INITIALISED, what)
         state.issued += 1
         state.issue_line = line
         if self.races.running == 0:
             raise unfinished_load(state)
         shadow = self.races.shadows[id(shared.allocation)]
-        access = Access(state.loads, state.issued, "a TMA load", line)
-        self.races.write(shadow, shadow.range(offset, decoded.tile_bytes), access, clock)
+        access = Access(state.loads, state.issued, what, line)
+        self.races.write(shadow, shadow.range(offset, nbytes), access, clock)
         state.pending[Row.ORDERED, state.loads.index] = state.issued
-        super()._load_tile(decoded, shared, offset, index, barrier)
+
+    def read_by_copy(
+        self, shared: SharedMemory, offset: int, nbytes: int, barrier: MBarrier, what: str
+    ) -> None:
+        """The source of the latest `written_by_copy`, where that is in shared memory too."""
+        assert self._issue is not None
+        clock, line = self._issue.clock, self._issue.line
+        state = self.races.barriers[id(barrier)]
+        shadow = self.races.shadows[id(shared.allocation)]
+        access = Access(state.loads, state.issued, what, line)
+        self.races.read(shadow, shadow.range(offset, nbytes), access, clock)
 
     def tma_store(
         self,
@@ -653,7 +441,7 @@ class CheckedWarp(Warp):
         """A bulk copy out of shared memory, which a bulk group will complete, starts now."""
         self._stored += 1
         shadow = self.races.shadows[id(shared.allocation)]
-        access = Access(self.stores, self._stored, what, self._line())
+        access = Access(self.stores, self._stored, what, self._calling_line())
         self.races.read(shadow, shadow.range(offset, nbytes), access, self.clock)
 
     def bulk_commit(self, mask: Array) -> None:
@@ -683,31 +471,16 @@ class CheckedWarp(Warp):
     def wgmma(
         self, full: bool, shape: tuple[Any, ...], start: Any, steps: tuple[Any, ...]
     ) -> Array:
-        number = self._chains
         result = super().wgmma(full, shape, start, steps)
-        group = self._warpgroup()
-        is_first = number not in group.epochs
-        if is_first:
-            group.latest += 1
-            group.epochs[number] = group.latest
-        self._multiplied = group.epochs[number]
-        access = Access(group.actor, self._multiplied, "a wgmma", self._line())
-        shared = self.cta.shared
-        shadow = self.races.shadows[id(shared.allocation)]
-        # The emulator reads for all four warps at the first one; each must have had the right to.
-        check = self.races.read if is_first else self.races.require_visible
-        for begin, end in _operands(MmaShape(*shape), steps):
-            check(shadow, shadow.range(begin, end - begin), access, self.clock)
+        self._multiplied += 1
+        access = Access(self.products, self._multiplied, "a wgmma", self._calling_line())
+        shadow = self.races.shadows[id(self.cta.shared.allocation)]
+        form = MmaShape(*shape)
+        self.races.read(shadow, _wgmma_b(shadow, form, steps), access, self.clock)
+        if not form.a_in_registers:
+            cells = _wgmma_a(shadow, form, steps, self.index % tensor_core.WARPS)
+            self.races.read(shadow, cells, access, self.clock)
         return result
-
-    def _warpgroup(self) -> _Warpgroup:
-        place = self.cta.rank, self.index // 4
-        group = self.races.warpgroups.get(place)
-        if group is None:
-            name = f"the wgmmas of warpgroup {place[1]} of CTA rank {place[0]}"
-            group = _Warpgroup(self.races.actor(name, is_async=True))
-            self.races.warpgroups[place] = group
-        return group
 
     def wgmma_commit(self, full: bool) -> None:
         super().wgmma_commit(full)
@@ -715,7 +488,7 @@ class CheckedWarp(Warp):
 
     def wgmma_wait(self, pending: int, full: bool) -> None:
         super().wgmma_wait(pending, full)
-        self._acquire_groups(self._matrix_groups, pending, self._warpgroup().actor)
+        self._acquire_groups(self._matrix_groups, pending, self.products)
 
     # -- the end ---------------------------------------------------------------------------------
 
@@ -743,12 +516,19 @@ _PROXY_FENCES = (
 )
 
 
-def _operands(shape: MmaShape, steps: Sequence[Any]) -> Iterable[tuple[int, int]]:
-    """Byte ranges of shared memory that a chain of wgmmas reads."""
-    b = tuple(int(b[0]) for _, b, _ in steps)
-    yield from operand_ranges(
-        b, shape.n, major_mn=shape.b_transposed, operand=Operand(shape.b_kind)
-    )
-    if not shape.a_in_registers:
-        a = tuple(int(a[0]) for a, _, _ in steps)
-        yield from operand_ranges(a, 64, major_mn=shape.a_transposed, operand=Operand(shape.a_kind))
+def _wgmma_b(shadow: Shadow, shape: MmaShape, steps: Sequence[Any]) -> Cells:
+    """What a chain of wgmmas reads of B in shared memory."""
+    b = [tensor_core.decode_descriptor(int(b[0])) for _, b, _ in steps]
+    return operand_cells(shadow, b, shape.n, shape.b_transposed, Operand(shape.b_kind))
+
+
+def _wgmma_a(shadow: Shadow, shape: MmaShape, steps: Sequence[Any], warp: int) -> Cells:
+    """What a warp's part of it reads of A there: its own 16 rows, where they lie apart."""
+    a = [tensor_core.decode_descriptor(int(a[0])) for a, _, _ in steps]
+    rows = tensor_core.ROWS
+    if not shape.a_transposed:
+        # K-major rows come in groups of 8; see tensor_core.py.
+        rows = tensor_core.WARP_ROWS
+        groups = warp * rows // 8
+        a = [replace(step, start=step.start + groups * step.stride_offset) for step in a]
+    return operand_cells(shadow, a, rows, shape.a_transposed, Operand(shape.a_kind))

@@ -1,10 +1,11 @@
 """Copies between the CTAs of a cluster, and addresses in another CTA's shared memory.
 
-multicast     one TMA load fills the same offset in each CTA of a mask of ranks, and completes at the
-              mbarrier with the operand's offset there; with cta_group::2 at that of the one CTA of
-              each destination's pair that has the parity of the operand's rank
-st.async      a store to another CTA's shared memory that completes bytes at an mbarrier there
-cp.async.bulk to another CTA's shared memory: the same for many bytes
+multicast  one TMA load fills the same offset in each CTA of a mask of ranks, and completes at the
+           mbarrier with the operand's offset there; with cta_group::2 at that of the one CTA of
+           each destination's pair that has the parity of the operand's rank
+st.async   a store to another CTA's shared memory that completes bytes at an mbarrier there
+
+Other copies to another CTA are in bulk_copy.py.
 """
 
 from __future__ import annotations

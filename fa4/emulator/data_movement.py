@@ -27,7 +27,7 @@ _SEMANTICS = ("weak", "relaxed", "acquire", "release", "acq_rel", "volatile")
 _SCOPES = ("cta", "cluster", "gpu", "sys")
 _CACHE_OPERATORS = ("ca", "cg", "cs", "lu", "cv", "nc", "wb", "wt")
 _ELEMENT_KINDS = ("u8", "s8", "u16", "s16", "u32", "s32", "u64", "s64", "f32", "f64")
-_MEMORY_KINDS = ("b8", "b16", "b32", "b64", *_ELEMENT_KINDS)
+_MEMORY_KINDS = ("b8", "b16", "b32", "b64", "b128", *_ELEMENT_KINDS)
 
 
 def _take_memory_modifiers(m: Modifiers) -> Space | None:
@@ -212,7 +212,10 @@ def _named_barrier(e: Emitter, i: Instruction, m: Modifiers) -> None:
     e.flush_chain()
     if i.parts[0] == "bar" and m.take("warp"):
         m.required("sync")
-        e.line(f"w.require_converged({e.read(i.operands[0], 'u32')}, mask)")
+        operand = i.operands[0]
+        everyone = isinstance(operand, Immediate) and operand.value in (-1, 0xFFFFFFFF)
+        condition = f"not w.converged({e.read(operand, 'u32')}, mask)"
+        e.line(f"if {'not full and ' * everyone}{condition}: return -1")
         return
     if i.parts[0] == "barrier" and m.take("cluster"):
         _cluster_barrier(e, i, m)
@@ -253,7 +256,7 @@ def _tensor_copy(e: Emitter, i: Instruction, m: Modifiers) -> None:
         _take_cache_hint(e, i, m, 3 + is_multicast)
         tensor_map, coordinates = _tensor_operand(e, i.operands[1], rank)
         where, barrier, active = address(e, i.operands[0]), address(e, i.operands[2]), e.active()
-        load = "w.tma_load({}, %s, %s, {}, {})" % (tensor_map, coordinates)
+        load = f"w.tma_load({{}}, {tensor_map}, {coordinates}, {{}}, {{}})"
         if is_multicast:
             ranks = e.read(i.operands[3], "u16")
             targets = f"w.cluster_copies.targets({where}, {barrier}, {ranks}, {by_pairs}, {active})"
@@ -286,7 +289,12 @@ def _tensor_reduction(e: Emitter, i: Instruction, m: Modifiers) -> None:
 def _store_tile(e: Emitter, i: Instruction, rank: int, reduction: str) -> None:
     tensor_map, coordinates = _tensor_operand(e, i.operands[0], rank)
     source = address(e, i.operands[1])
-    e.line(f"w.tma_store({source}, {tensor_map}, {coordinates}, {reduction}, {e.active()})")
+    active = e.active()
+    if reduction == "None":
+        # CuTe leaves a whole warp to store one tile. The assembler's UTMASTG is an instruction of
+        # the uniform datapath, issued once a warp; storing equal bytes again changes nothing.
+        active = e.local(f"w.lane_of_equals({active}, ({source}, {tensor_map}, *{coordinates}))")
+    e.line(f"w.tma_store({source}, {tensor_map}, {coordinates}, {reduction}, {active})")
 
 
 def _take_cache_hint(e: Emitter, i: Instruction, m: Modifiers, operands: int) -> None:
@@ -402,10 +410,17 @@ def _set_registers(e: Emitter, i: Instruction, m: Modifiers) -> None:
     e.line(f"w.set_registers({_uniform(e, i.operands[0])}, full)")
 
 
-@instruction("wgmma.fence.sync.aligned", "wgmma.commit_group.sync.aligned")
+@instruction("wgmma.fence.sync.aligned")
+def _matrix_fence(e: Emitter, i: Instruction, m: Modifiers) -> None:
+    if e.predicate is not None:
+        raise e.unknown("a predicated wgmma.fence")
+    e.line("if not w.wgmma_fence(full): return -1")
+
+
+@instruction("wgmma.commit_group.sync.aligned")
 def _matrix_group(e: Emitter, i: Instruction, m: Modifiers) -> None:
     e.flush_chain()
-    e.line("w.wgmma_fence(full)" if i.parts[1] == "fence" else "w.wgmma_commit(full)")
+    e.line("w.wgmma_commit(full)")
 
 
 @instruction("wgmma.wait_group.sync.aligned")

@@ -23,7 +23,7 @@ from fa4.emulator.execute import Options, Statistics, run_launch
 from fa4.emulator.host_library import library_of_compiled, library_of_spec
 from fa4.emulator.launch_record import Launch
 from fa4.emulator.memory import Allocation, GlobalMemory
-from fa4.launch import NO_LENGTHS, Lengths, heads_in_group
+from fa4.launch import NO_LENGTHS, Lengths, result_shapes, scalar_arguments
 
 
 @dataclass(frozen=True)
@@ -98,33 +98,28 @@ def prepare(
 def run(
     kernel: Any,
     *args: Any,
-    schedule: str = "round_robin",
-    seed: int = 0,
-    check_unwritten: bool = True,
-    check_races: bool = False,
     device: DeviceModel | None = None,
     uses: Mapping[int, TensorUse] | None = None,
+    **options: Any,
 ) -> tuple[LaunchReport, ...]:
     """Run a compiled function on CPU tensors: its host code as it is, its kernels emulated.
 
-    kernel           a `KernelSpec`, or what cute.compile returned with
-                     ``--enable-tvm-ffi --keep-ptx``, or a `HostFunction`
-    args             the function's arguments: CPU tensors, numbers, None. Kernels write to the
-                     tensors in place, and can touch nothing else
-    schedule         how warps take turns: "round_robin", "random" or "adversarial"; results must
-                     not depend on it
-    seed             of the latter two
-    check_unwritten  whether reads of shared and output memory that nothing wrote are errors
-    check_races      whether accesses to shared memory that nothing orders are (checker.py); a run
-                     takes up to 2.5 times as long
-    device           what host code learns about the device; by default that of the spec's arch
-    uses             for arguments by position, what may be done with them
+    kernel   a `KernelSpec`, or what cute.compile returned with ``--enable-tvm-ffi --keep-ptx``,
+             or a `HostFunction`
+    args     the function's arguments: CPU tensors, numbers, None. Kernels write to the tensors in
+             place, and can touch nothing else
+    device   what host code learns about the device; by default that of the spec's arch
+    uses     for arguments by position, what may be done with them
+    options  how to run it: the fields of `Options` (schedule, seed, check_races, ...)
 
     Returns one report a launch. Raises EmulationError for what hardware would punish or hide,
     HostLibraryError for a function that cannot be run here, and what the host code raises.
     """
-    prepared = prepare(kernel, *args, device=device, uses=uses, check_unwritten=check_unwritten)
-    return prepared.execute(Options(schedule, seed, check_unwritten, check_races))
+    chosen = Options(**options)
+    prepared = prepare(
+        kernel, *args, device=device, uses=uses, check_unwritten=chosen.check_unwritten
+    )
+    return prepared.execute(chosen)
 
 
 def prepare_forward(
@@ -149,13 +144,10 @@ def prepare_forward(
     problem, spec = decision.problem, decision.kernel
     if spec is None:
         raise ValueError(f"The problem is not answered by a kernel: {'; '.join(decision.reasons)}.")
-    rows = (problem.seqlen_q,) if problem.packed_q else (problem.batch, problem.seqlen_q)
-    lse_shape: tuple[int, ...] = (problem.batch, problem.heads_q, problem.seqlen_q)
-    if problem.packed_q:
-        lse_shape = (problem.heads_q, problem.seqlen_q)
+    out_shape, lse_shape = result_shapes(problem)
     is_ours = out is None
     if out is None:
-        out = q.new_empty((*rows, problem.heads_q, problem.head_dim_v))
+        out = q.new_empty(out_shape)
     lse = torch.empty(lse_shape if wants_lse else (1,) * len(lse_shape), dtype=torch.float32)
     inputs = ("q", "k", "v", *Lengths._fields, "sink")
     uses = {
@@ -168,12 +160,7 @@ def prepare_forward(
     prepared = prepare(
         spec,
         *(q, k, v, out, lse, *(lengths or NO_LENGTHS), sink),
-        problem.softmax_scale,
-        problem.softcap,
-        problem.window_left or 0,
-        problem.window_right or 0,
-        heads_in_group(problem),
-        multiprocessors,
+        *scalar_arguments(problem, multiprocessors),
         int(is_ours),
         int(wants_lse),
         device=DeviceModel(spec.arch, multiprocessors),
@@ -193,18 +180,18 @@ def emulate_forward(
     out: torch.Tensor | None,
     wants_lse: bool,
     *,
-    schedule: str = "round_robin",
-    seed: int = 0,
-    check_unwritten: bool = True,
-    check_races: bool = False,
     multiprocessors: int = 4,
+    **options: Any,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """What a call of `fa4.launch.ForwardLaunch` does on a device: returns (out, lse).
 
-    decision  names a kernel; see `fa4.dispatch.decide` with the arch that is to be emulated
-    lse       is meaningless unless it was wanted
+    decision         names a kernel; see `fa4.dispatch.decide` with the arch to be emulated
+    lse              is meaningless unless it was wanted
+    multiprocessors  few of them make persistent kernels take several tiles each
+    options          how to run it: the fields of `Options` (schedule, seed, check_races, ...)
     Raises as `run` does, and ValueError for a decision without a kernel.
     """
+    chosen = Options(**options)
     prepared, filled_out, lse = prepare_forward(
         decision,
         q,
@@ -214,10 +201,10 @@ def emulate_forward(
         sink,
         out,
         wants_lse,
-        check_unwritten=check_unwritten,
+        check_unwritten=chosen.check_unwritten,
         multiprocessors=multiprocessors,
     )
-    prepared.execute(Options(schedule, seed, check_unwritten, check_races))
+    prepared.execute(chosen)
     return filled_out, lse
 
 

@@ -9,22 +9,23 @@ from __future__ import annotations
 import functools
 import math
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 
 from fa4.emulator.barriers import ClusterBarrier, MBarriers, NamedBarriers
-from fa4.emulator.checker import CheckedWarp, RaceDetector
+from fa4.emulator.checker import CheckedWarp
 from fa4.emulator.launch_record import Dim3, Launch
 from fa4.emulator.memory import AddressSpace, GlobalMemory, SharedMemory
-from fa4.emulator.parallel import clusters_are_independent, num_processes, run_clusters
+from fa4.emulator.parallel import num_processes, run_clusters
 from fa4.emulator.ptx import SharedVariable
+from fa4.emulator.race_detector import RaceDetector
 from fa4.emulator.register_kinds import LANES
 from fa4.emulator.scheduler import Scheduler, policy
 from fa4.emulator.tensor_memory import TensorMemory
 from fa4.emulator.translate import Program, translate
-from fa4.emulator.warp import Deferred, Warp
+from fa4.emulator.warp import Deferred, Warp, WarpWork
 from fa4.emulator.warpgroup_mma import WarpgroupMma
 
 Array = np.ndarray[Any, Any]
@@ -53,12 +54,22 @@ class Statistics:
     """What a launch took.
 
     instructions  warp-instructions executed
+    warps         work by warp of a CTA, all CTAs together; see costs.py
     """
 
     instructions: int = 0
+    warps: dict[int, WarpWork] = field(default_factory=dict)
 
     def add(self, other: Statistics) -> None:
         self.instructions += other.instructions
+        for index, work in other.warps.items():
+            self.add_warp(index, work)
+
+    def add_warp(self, index: int, work: WarpWork) -> None:
+        if index in self.warps:
+            self.warps[index].add(work)
+        else:
+            self.warps[index] = replace(work)
 
 
 class LaunchState:
@@ -71,6 +82,7 @@ class LaunchState:
         self.options = options
         self.scheduler = self.new_scheduler(0)
         self._parameters: dict[tuple[int, str], Array] = {}
+        self._first_unstarted = 0  # cluster; those before it run, have run or were taken
 
     def parameter(self, offset: int, dtype: np.dtype[Any]) -> Array:
         key = (offset, dtype.str)
@@ -83,6 +95,22 @@ class LaunchState:
     def new_scheduler(self, cluster: int) -> Scheduler:
         """Of its own for each cluster, so that the order in which clusters run does not matter."""
         return Scheduler(policy(self.options.schedule, self.options.seed + (cluster << 32)))
+
+    def begin_cluster(self, number: int) -> bool:
+        """Whether a cluster still has to run: another may have taken its work."""
+        if number < self._first_unstarted:
+            return False
+        self._first_unstarted = number + 1
+        return True
+
+    def take_cluster(self) -> Dim3 | None:
+        """Position of the first CTA of the next cluster, which will not run; None if all have
+        begun."""
+        counts = _cluster_counts(self.launch)
+        if self._first_unstarted >= math.prod(counts):
+            return None
+        self._first_unstarted += 1
+        return _positions(self.launch, counts, self._first_unstarted - 1)[0]
 
     def defer(self, copy: Deferred) -> None:
         self.scheduler.defer(copy)
@@ -149,26 +177,39 @@ def run_launch(launch: Launch, memory: GlobalMemory, options: Options | None = N
     state = LaunchState(launch, program, memory, options or Options())
     counts = _cluster_counts(launch)
     run = functools.partial(_run_cluster, state, counts)
-    rest = range(1, math.prod(counts))
+    numbers = range(math.prod(counts))
+    requested = state.options.processes
+    statistics = Statistics()
     with np.errstate(all="ignore"):
-        start = time.perf_counter()
-        statistics = run(0)
-        seconds_to_come = len(rest) * (time.perf_counter() - start)
+        if requested is None and program.cluster_seconds is None:
+            # How long a cluster takes is not known yet: the first one runs alone and tells.
+            start = time.perf_counter()
+            statistics.add(run(0))
+            program.cluster_seconds = time.perf_counter() - start
+            numbers = numbers[1:]
         processes = 1
-        if rest and clusters_are_independent(program.kernel):
-            processes = num_processes(state.options.processes, seconds_to_come)
-        for other in run_clusters(run, rest, processes, memory):
+        if len(numbers) > 1 and program.clusters_are_independent:
+            processes = num_processes(requested, len(numbers) * (program.cluster_seconds or 0.0))
+        for other in run_clusters(run, numbers, processes, memory):
             statistics.add(other)
     return statistics
 
 
 def _run_cluster(state: LaunchState, counts: Dim3, number: int) -> Statistics:
+    if not state.begin_cluster(number):
+        return Statistics()
     state.scheduler = state.new_scheduler(number)
     ctas = _cluster(state, _positions(state.launch, counts, number))
     state.scheduler.run([warp for cta in ctas for warp in cta.warps])
     for cta in ctas:
         cta.tensor_memory.require_freed()
-    return Statistics(sum(warp.executed for cta in ctas for warp in cta.warps))
+    statistics = Statistics()
+    sizes = state.program.instructions
+    for warp in (warp for cta in ctas for warp in cta.warps):
+        statistics.add_warp(warp.index, warp.work)
+        runs = zip(warp.work.block_runs, sizes, strict=True)
+        statistics.instructions += sum(count * size for count, size in runs)
+    return statistics
 
 
 def _cluster_counts(launch: Launch) -> Dim3:

@@ -53,7 +53,7 @@ def library_of_spec(spec: KernelSpec) -> Path | bytes:
         if entry is not None:
             return entry.path
         library = _build(spec)
-        if compiler._hash_sources(compiler._module_of(spec)) != key.facts["sources"]:
+        if compiler.hash_sources(compiler.entry_module(spec)) != key.facts["sources"]:
             return library  # of another text than the key says; `fa4.compiler` warns of this
         return disk_cache.store_entry(key, library, is_library=True) or library
 
@@ -75,7 +75,7 @@ def library_of_compiled(compiled: Any, ptx: str | None = None) -> bytes:
 
 def _key(spec: KernelSpec) -> KernelKey:
     """The key of the kernel itself, and how its library is made."""
-    key = compiler._key(spec)
+    key = compiler.kernel_key(spec)
     shim = hashlib.sha256(_shim_source().encode()).hexdigest()
     recipe = {"format": FORMAT, "shim": shim, "options": _OPTIONS}
     return KernelKey(f"{key.name}_emulated", key.arch, {**key.facts, "emulator": recipe})
@@ -88,7 +88,7 @@ def _build(spec: KernelSpec) -> bytes:
     dsl_runtime.import_dsl(spec.arch)
     module, function_name = spec.entry.split(":")
     function = getattr(__import__(module, fromlist=[function_name]), function_name)
-    with compiler._dsl_lock, tempfile.TemporaryDirectory(prefix="fa4-") as folder:
+    with compiler.dsl_lock, tempfile.TemporaryDirectory(prefix="fa4-") as folder:
         options = f"{_OPTIONS} --dump-dir={folder}"
         try:
             compiled = function(spec.features, spec.schedule, spec.arch, options)
@@ -103,7 +103,7 @@ def _object_of(compiled: Any) -> bytes:
     with tempfile.TemporaryDirectory(prefix="fa4-") as folder:
         path = Path(folder, "kernel.o")
         try:
-            with compiler._dsl_lock:
+            with compiler.dsl_lock:
                 compiled.export_to_c(object_file_path=str(path), function_name=EXPORT_NAME)
         except Exception as error:
             raise HostLibraryError(

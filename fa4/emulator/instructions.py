@@ -47,7 +47,15 @@ def instruction(*opcodes: str) -> Callable[[Handler], Handler]:
 def emit(e: Emitter, i: Instruction) -> None:
     """Emits one instruction, or raises `UnknownInstruction` that names it."""
     # Imported here because it registers handlers in this module.
-    from fa4.emulator import async_copy, cluster_copy, data_movement, tcgen05  # noqa: F401
+    from fa4.emulator import (  # noqa: F401
+        async_copy,
+        bulk_copy,
+        cluster_copy,
+        cluster_launch_control,
+        data_movement,
+        tcgen05,
+        warp_mma,
+    )
 
     parts = i.parts
     for length in range(min(len(parts), 6), 0, -1):
@@ -126,7 +134,17 @@ def _registers(operand: Operand) -> Iterator[str]:
 
 
 # Their first operand is a register that is read, or no operand is a destination.
-_WITHOUT_DESTINATION = ("bar", "barrier", "nanosleep", "setmaxnreg", "st", "red", "bra", "brx", "cp")
+_WITHOUT_DESTINATION = (
+    "bar",
+    "barrier",
+    "nanosleep",
+    "setmaxnreg",
+    "st",
+    "red",
+    "bra",
+    "brx",
+    "cp",
+)
 
 
 def uses_and_definitions(i: Instruction) -> tuple[list[str], list[str]]:
@@ -157,6 +175,8 @@ def kind_votes(i: Instruction) -> list[tuple[str, str]]:
     """(register, kind) for those that this instruction treats as a kind of number."""
     if i.opcode.startswith("wgmma.mma_async"):
         return [(name, "f32") for name in _registers(i.operands[0])]
+    if i.opcode.startswith("mma.sync"):
+        return [(name, "f32") for o in (i.operands[0], i.operands[3]) for name in _registers(o)]
     kinds = [part for part in i.parts if part[:1] in "usf" and part in KINDS]
     if any(KINDS[kind].packed for kind in kinds):
         return []
@@ -287,7 +307,13 @@ def _multiply_add(e: Emitter, i: Instruction, m: Modifiers) -> None:
     rounding = m.required(*_ROUNDINGS)
     flush, saturate = m.take("ftz"), m.take("sat")
     kind = m.kind("f32", "f32x2", *_F16_KINDS, *_BF16_KINDS)
-    a, b, c = _operands(e, i, kind, 3)
+    narrow = m.one_of("f16", "bf16") if kind == "f32" else None  # type of the factors
+    if narrow is None:
+        a, b, c = _operands(e, i, kind, 3)
+    else:
+        widen = "A.f32_from_bf16({})" if narrow == "bf16" else "{}.astype(t_f32)"
+        a, b = (widen.format(e.read(operand, narrow)) for operand in i.operands[1:3])
+        c = e.read(i.operands[3], kind)
     if kind in ("f32", "f32x2"):
         if flush:
             a, b, c = (f"A.flush_f32({x})" for x in (a, b, c))
@@ -527,7 +553,7 @@ def _select(e: Emitter, i: Instruction, m: Modifiers) -> None:
 
 @instruction("mov")
 def _move(e: Emitter, i: Instruction, m: Modifiers) -> None:
-    kind = m.kind("pred", *_BITS, *_INTEGERS, "f32", "f64")
+    kind = m.kind("pred", *_BITS, "b128", *_INTEGERS, "f32", "f64")
     destination, source = i.operands
     if isinstance(destination, Vector):
         _unpack(e, destination, kind, source)

@@ -143,9 +143,7 @@ def _work(run: Callable[[int], Result], numbers: range, counter: Any) -> _Outcom
             return outcome
 
 
-def _work_in_child(
-    run: Callable[[int], Result], numbers: range, counter: Any, sender: Any
-) -> None:
+def _work_in_child(run: Callable[[int], Result], numbers: range, counter: Any, sender: Any) -> None:
     gc.freeze()  # what is inherited would be copied when it is looked through
     outcome = _work(run, numbers, counter)
     if outcome.error is not None and not isinstance(outcome.error, EmulationError):

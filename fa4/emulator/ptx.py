@@ -245,6 +245,14 @@ def _number(token: _Token) -> Immediate:
     return Immediate(int(text, 8) if len(text) > 1 and text[0] == "0" else int(text))
 
 
+def target_of(text: str) -> str:
+    """The .target of a module, such as "sm_90a", without parsing the rest."""
+    match = re.search(r"^\s*\.target\s+(\w+)", text, re.MULTILINE)
+    if match is None:
+        raise PtxSyntaxError("The PTX has no .target.")
+    return match[1]
+
+
 @functools.lru_cache(maxsize=32)
 def parse(text: str) -> Module:
     """Parses one PTX module; see the module's docstring for what it refuses.
@@ -254,26 +262,28 @@ def parse(text: str) -> Module:
     return _Parser(text).module()
 
 
+_FILE = re.compile(r'^\s*\.file\s+(\d+)\s+"(.*?)"', re.M)
+
+
 class _Parser:
     def __init__(self, text: str):
         self.text_lines = text.splitlines()
         self.stream = _Stream(text)
         self.shared: dict[str, SharedVariable] = {}
         self.kernels: dict[str, Kernel] = {}
-        self.files: dict[int, str] = {}
+        # They may stand behind the code that refers to them.
+        self.files = {int(number): name for number, name in _FILE.findall(text)}
         self.target = ""
 
     def module(self) -> Module:
         stream = self.stream
         while stream.peek().kind != "end":
             token = stream.next()
-            if token.text in (".version", ".address_size"):
+            if token.text in (".version", ".address_size", ".file"):
                 stream.skip_line(token.line)
             elif token.text == ".target":
                 self.target = stream.next().text
                 stream.skip_line(token.line)
-            elif token.text == ".file":
-                self.file()
             elif token.text == ".section":
                 self.skip_section()
             elif token.text in (".visible", ".weak", ".extern"):
@@ -287,12 +297,6 @@ class _Parser:
                     f"PTX line {token.line}: {token.text!r} is not supported at module level."
                 )
         return Module(self.target, self.shared, self.kernels, self.text_lines)
-
-    def file(self) -> None:
-        index = self.stream.integer()
-        self.files[index] = self.stream.next().text.strip('"')
-        while self.stream.accept(","):
-            self.stream.integer()
 
     def skip_section(self) -> None:
         self.stream.next()
@@ -572,9 +576,11 @@ BLOCKING = (
     "bar.sync",
     "barrier.sync",
     "bar.red",
+    "bar.warp.sync",
     "barrier.red",
     "barrier.cluster.wait",
     "tcgen05.alloc",
+    "wgmma.fence",
 )
 
 
@@ -615,7 +621,7 @@ def branch_labels(kernel: Kernel, instruction: Instruction) -> tuple[str, ...]:
     """Labels that a bra or brx.idx can go to; none for other instructions."""
     if instruction.parts[0] == "bra":
         target = instruction.operands[0]
-        names = (target.name,) if isinstance(target, Symbol) else ()
+        names: tuple[str, ...] = (target.name,) if isinstance(target, Symbol) else ()
     elif instruction.parts[0] == "brx":
         table = instruction.operands[1]
         names = kernel.branch_targets.get(table.name, ()) if isinstance(table, Symbol) else ()

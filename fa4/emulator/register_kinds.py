@@ -28,6 +28,8 @@ KINDS: dict[str, Kind] = {
     **{f"u{n}": Kind(np.dtype(f"uint{n}"), n) for n in (8, 16, 32, 64)},
     **{f"s{n}": Kind(np.dtype(f"int{n}"), n) for n in (8, 16, 32, 64)},
     **{f"f{n}": Kind(np.dtype(f"float{n}"), n) for n in (16, 32, 64)},
+    # 16 bytes that nobody calculates with; NumPy has no other type of that size.
+    "u128": Kind(np.dtype(np.complex128), 128),
     "bf16": Kind(np.dtype(np.uint16), 16),
     "f32x2": Kind(np.dtype(np.float32), 64, packed=True),
     "f16x2": Kind(np.dtype(np.float16), 32, packed=True),
@@ -37,4 +39,4 @@ KINDS: dict[str, Kind] = {
 
 def kind_of(ptx_type: str) -> str:
     """Kind of a declared or written type: untyped bits are unsigned."""
-    return "u" + ptx_type[1:] if ptx_type in ("b8", "b16", "b32", "b64") else ptx_type
+    return "u" + ptx_type[1:] if ptx_type in ("b8", "b16", "b32", "b64", "b128") else ptx_type

@@ -18,7 +18,7 @@ from fa4.emulator.errors import Deadlock
 from fa4.emulator.warp import Deferred, Warp
 
 NAMES = ("round_robin", "random", "adversarial")
-_UNLIMITED = 1 << 40
+_QUANTUM = 1 << 16  # blocks; no warp spins for ever on what another will store
 
 
 class Policy(Protocol):
@@ -43,7 +43,7 @@ class _RoundRobin:
         places = [(warp.cta.rank, warp.index) for warp in ready]
         after = [place for place in places if place > self.last]
         self.last = min(after or places)
-        return ready[places.index(self.last)], _UNLIMITED
+        return ready[places.index(self.last)], _QUANTUM
 
     def postpones(self, copy: Deferred) -> bool:
         return False

@@ -2,8 +2,8 @@
 
 `mma` and `commit` of a warp happen in the order in which it issued them, some time after: steps of
 one product are collected and multiplied as one, at the latest when the commit behind them happens.
-The scheduler (scheduler.py) decides when. Loads and stores of tensor memory happen at once, so their
-waits, and the fences, order nothing more here.
+The scheduler (scheduler.py) decides when. Loads and stores of tensor memory happen at once, so
+their waits, and the fences, order nothing more here.
 
 Tensor memory is in tensor_memory.py, descriptors and products are in tensor_core_sm100.py.
 """
@@ -69,10 +69,7 @@ class _Product:
         return (
             same
             and layout(self.b_steps[0]) == layout(next_step.b_steps[0])
-            and (
-                self.a_in_tensor_memory
-                or layout(self.a_steps[0]) == layout(next_step.a_steps[0])
-            )
+            and (self.a_in_tensor_memory or layout(self.a_steps[0]) == layout(next_step.a_steps[0]))
         )
 
     def execute(self) -> None:
@@ -314,7 +311,8 @@ def _multiply(e: Emitter, i: Instruction, m: Modifiers) -> None:
     d, a, b, shape, *rest = i.operands
     masks: tuple[Operand, ...] = ()
     if rest and isinstance(rest[0], Vector):
-        masks = rest.pop(0).elements
+        masks = rest[0].elements
+        rest = rest[1:]
         if len(masks) != 4 * group:
             raise e.unknown(f"{len(masks)} disable-output-lane masks")
     if len(rest) != 1:
@@ -354,8 +352,6 @@ _REPEATS = {f"x{1 << power}": 1 << power for power in range(8)}
 
 def _shape(e: Emitter, m: Modifiers) -> tuple[str, int]:
     shape = m.required(*tensor_memory.SHAPES)
-    if shape == "16x64b":
-        raise e.unknown(f"shape .{shape}")
     repeat = _REPEATS[m.required(*_REPEATS)]
     return shape, repeat
 

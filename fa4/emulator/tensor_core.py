@@ -237,33 +237,6 @@ def _gather(
     return operand.to_f32(raw.reshape(-1, rows * operand.nbytes)).T
 
 
-def operand_ranges(
-    descriptors: tuple[int, ...], rows: int, *, major_mn: bool, operand: Operand
-) -> list[tuple[int, int]]:
-    """(first byte, end) of the pieces of shared memory that the operand of a chain lies in."""
-    first, base, starts = _decode_chain(descriptors)
-    leading, stride = first.leading_offset // CHUNK, first.stride_offset // CHUNK
-    pieces = _operand_pieces(starts, leading, stride, first.swizzle, rows, major_mn, operand)
-    return [(base + begin, base + end) for begin, end in pieces]
-
-
-@lru_cache(maxsize=1024)
-def _operand_pieces(
-    starts: tuple[int, ...],
-    leading: int,
-    stride: int,
-    swizzle: int,
-    rows: int,
-    major_mn: bool,
-    operand: Operand,
-) -> tuple[tuple[int, int], ...]:
-    """The pieces from a multiple of `PERIOD` on; arguments as those of `operand_chunks`."""
-    positions, _, _ = operand_chunks(starts, leading, stride, swizzle, rows, major_mn, operand)
-    chunks = np.unique(positions)
-    runs = np.split(chunks, np.flatnonzero(np.diff(chunks) != 1) + 1)
-    return tuple((int(run[0]) * CHUNK, (int(run[-1]) + 1) * CHUNK) for run in runs)
-
-
 @lru_cache(maxsize=4096)
 def _decode_chain(steps: tuple[int, ...]) -> tuple[MatrixDescriptor, int, tuple[int, ...]]:
     """The first descriptor, the multiple of `PERIOD` before its start, and all starts from there
@@ -300,8 +273,8 @@ def operand_chunks(
 ) -> tuple[NDArray[np.int64], int, int]:
     """Chunks of an operand from a multiple of `PERIOD` on, and the first byte and end of them.
 
-    K major: (rows, steps, 2), 16 bytes of K each. MN major: (steps, k, chunks), 16 bytes of rows each.
-    ``starts`` of the steps, ``leading`` and ``stride`` are in chunks.
+    K major: (rows, steps, 2), 16 bytes of K each. MN major: (steps, k, chunks), 16 bytes of
+    rows each. ``starts`` of the steps, ``leading`` and ``stride`` are in chunks.
     """
     width = swizzle // CHUNK
     if major_mn:

@@ -100,7 +100,7 @@ def decode_shape(bits: int, kind: str, group: int) -> MmaShape:
     """Decode an instruction descriptor. Raises for what is not modelled or not allowed."""
     if bits & ~_KNOWN_BITS:
         raise UnknownInstruction(
-            f"Bits {bits & ~_KNOWN_BITS:#x} of instruction descriptor {bits:#010x} are not modelled."
+            f"Bits {bits & ~_KNOWN_BITS:#x} of instruction descriptor {bits:#010x} are not known."
         )
     if bits >> 4 & 0x3 != _F32:
         raise UnknownInstruction(
@@ -115,7 +115,8 @@ def decode_shape(bits: int, kind: str, group: int) -> MmaShape:
             f"{bits >> 10 & 0x7}, which are not modelled for kind::{kind}."
         )
     m, n = (bits >> 24 & 0x1F) * 16, (bits >> 17 & 0x3F) * 8
-    step = 8 if m == 64 else 16 if group == 1 else 32 if m == 256 else 16
+    b_is_mn = bool(bits >> 16 & 1)
+    step = 8 * group * (2 if b.nbytes == 1 and b_is_mn else 1)
     if m not in _ROWS[group] or not step <= n <= 256 or n % step:
         raise InvalidDescriptor(
             f"tcgen05.mma of cta_group::{group} has M = {m} and N = {n}; allowed are M of "
@@ -128,7 +129,7 @@ def decode_shape(bits: int, kind: str, group: int) -> MmaShape:
         m,
         n,
         bool(bits >> 15 & 1),
-        bool(bits >> 16 & 1),
+        b_is_mn,
         -1 if bits >> 13 & 1 else 1,
         -1 if bits >> 14 & 1 else 1,
     )

@@ -17,7 +17,6 @@ from fa4.emulator.errors import (
     EmulationError,
     Misaligned,
     OutOfBounds,
-    UnknownInstruction,
     UnwrittenRead,
 )
 from fa4.emulator.register_kinds import LANES
@@ -152,7 +151,9 @@ class TensorMemory:
     def _unwritten(
         self, readable: Array, column: int, lanes: slice | Array, what: str
     ) -> UnwrittenRead:
-        behind, place = (int(index) for index in np.unravel_index(readable.argmin(), readable.shape))
+        behind, place = (
+            int(index) for index in np.unravel_index(readable.argmin(), readable.shape)
+        )
         lane = int(np.arange(TMEM_LANES)[lanes][place])
         return UnwrittenRead(
             f"{what} reads lane {lane}, column {column + behind} of {self.name}, which nothing "
@@ -170,6 +171,11 @@ SHAPES = tuple(_SHAPES)
 def registers_of(shape: str, repeat: int) -> int:
     """Registers a lane of tcgen05.ld and tcgen05.st."""
     return _SHAPES[shape][2] * repeat
+
+
+def columns_of(shape: str, repeat: int) -> int:
+    """Columns that tcgen05.ld and tcgen05.st reach."""
+    return _SHAPES[shape][0] * repeat
 
 
 def warp_lanes(address: int, warp: int, shape: str, what: str) -> slice:
@@ -227,6 +233,7 @@ def _from_registers(registers: Array, shape: str) -> Array:
 def _fragment(shape: str, repeat: int) -> tuple[Array, Array]:
     """Column and lane (of 16) of each register and thread.
 
+    16x64b   thread t: column t div 2 mod 2 of lane t div 4 + 8 (t mod 2)
     16x128b  thread t: column t mod 4 of lanes t div 4 and t div 4 + 8
     16x256b  thread t: columns 2 (t mod 4) and the next, of lanes t div 4 and t div 4 + 8
     """
@@ -238,6 +245,8 @@ def _fragment(shape: str, repeat: int) -> tuple[Array, Array]:
         column = 8 * (register // 4) + 2 * (thread % 4) + register % 2
         row = thread // 4 + 8 * (register // 2 % 2)
     else:
-        raise UnknownInstruction(f"Shape {shape} of tensor memory accesses is not modelled.")
+        assert shape == "16x64b"
+        column = 2 * register + thread // 2 % 2
+        row = thread // 4 + 8 * (thread % 2)
     zeros = np.zeros((len(register), LANES), np.int64)
     return column + zeros, row + zeros

@@ -20,15 +20,17 @@ A generated line knows its PTX line: `Program.ptx_line` turns the traceback of a
 from __future__ import annotations
 
 import functools
+import marshal
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from fa4.emulator import arithmetic, instructions, ptx
+from fa4.emulator import arithmetic, instructions, ptx, translation_cache
 from fa4.emulator.errors import EmulationError, UnknownInstruction
+from fa4.emulator.parallel import clusters_are_independent
 from fa4.emulator.ptx import Immediate, Instruction, Not, Operand, Register, Symbol
 from fa4.emulator.register_kinds import KINDS, LANES, kind_of
 from fa4.emulator.wgmma_registers import check_wgmma_registers
@@ -41,29 +43,61 @@ DIVERGED = -3
 BlockFunction = Callable[[Any, list[Any], Any, bool], int]
 
 
-@dataclass
-class Program:
-    """A kernel ready to run.
+@dataclass(frozen=True)
+class Translation:
+    """A translated kernel as plain data, which can be kept on disk.
 
-    blocks        functions (warp, registers, mask, full) -> next block, BLOCKED, EXITED, DIVERGED
     first_lines   PTX line of each block's first instruction
     storage       NumPy type of each register, by its index in the warp's register list
     instructions  how many instructions each block has
+    source        the generated Python; `code` is the same, compiled and marshalled
+    python_lines  python_lines[n - 1] is the PTX line of line n of `source`
+    constants     names and values that `source` uses
+    sources       PTX line: file:line, where the PTX has line info
     """
 
     kernel: ptx.Kernel
     module: ptx.Module
-    blocks: list[BlockFunction]
     first_lines: list[int]
     storage: list[str]
     instructions: list[int]
     source: str
-    python_lines: list[int]  # python_lines[n - 1] is the PTX line of line n of `source`
-    sources: dict[int, str] = field(default_factory=dict)  # PTX line: file:line
+    code: bytes
+    python_lines: list[int]
+    constants: dict[str, Any]
+    sources: dict[int, str]
 
-    @property
-    def filename(self) -> str:
-        return f"<emulated {self.kernel.name}>"
+
+class Program:
+    """A kernel ready to run: a `Translation` with its functions.
+
+    blocks           functions (warp, registers, mask, full) -> next block, BLOCKED, EXITED or
+                     DIVERGED
+    cluster_seconds  that the first cluster to run took, None before
+    """
+
+    cluster_seconds: float | None = None
+
+    def __init__(self, translation: Translation):
+        self.kernel = translation.kernel
+        self.module = translation.module
+        self.first_lines = translation.first_lines
+        self.storage = translation.storage
+        self.instructions = translation.instructions
+        self.source = translation.source
+        self.python_lines = translation.python_lines
+        self.sources = translation.sources
+        self.filename = _filename(translation.kernel)
+        types = {f"t_{name}": kind.dtype for name, kind in KINDS.items()}
+        names = {"np": np, "A": arithmetic, "where": np.where, **types, **translation.constants}
+        exec(marshal.loads(translation.code), names)
+        self.blocks: list[BlockFunction] = [
+            names[f"block_{index}"] for index in range(len(self.first_lines))
+        ]
+
+    @functools.cached_property
+    def clusters_are_independent(self) -> bool:
+        return clusters_are_independent(self.kernel)
 
     def ptx_line(self, error: BaseException) -> int | None:
         """PTX line that an exception came from."""
@@ -75,26 +109,39 @@ class Program:
         return line
 
 
+def _filename(kernel: ptx.Kernel) -> str:
+    return f"<emulated {kernel.name}>"
+
+
 @functools.lru_cache(maxsize=64)
 def translate(text: str, entry: str) -> Program:
-    """Translate one entry of a PTX module.
+    """One entry of a PTX module as a program; translated once, and kept on disk if it is large.
 
     Raises `UnknownInstruction` for an instruction that is not modelled, reached or not,
     `EarlyRegisterAccess` for registers of wgmma that are touched too early on some path, and
     `PtxSyntaxError`.
     """
+    target = ptx.target_of(text)
+    translation = translation_cache.read(text, entry, target)
+    if translation is None:
+        translation = _translation_of(text, entry)
+        translation_cache.store(text, entry, target, translation)
+    return Program(translation)
+
+
+def _translation_of(text: str, entry: str) -> Translation:
     module = ptx.parse(text)
     if entry not in module.kernels:
         raise EmulationError(
             f"The PTX has no entry {entry!r}; it has {', '.join(module.kernels) or 'none'}."
         )
     kernel = module.kernels[entry]
-    program = _Translation(module, kernel).program()
+    translation = _Translator(module, kernel).translation()
     check_wgmma_registers(kernel, module)
-    return program
+    return translation
 
 
-class _Translation:
+class _Translator:
     """All blocks of a kernel."""
 
     def __init__(self, module: ptx.Module, kernel: ptx.Kernel):
@@ -108,7 +155,7 @@ class _Translation:
         self.lines: list[str] = []
         self.python_lines: list[int] = []
 
-    def program(self) -> Program:
+    def translation(self) -> Translation:
         live_out = _live_after(
             self.blocks,
             ptx.successors(self.kernel, self.blocks, self.label_blocks),
@@ -125,29 +172,22 @@ class _Translation:
         self.emit(f"def block_{len(self.blocks)}(w, R, mask, full):", last)
         self.emit("    return w.leave(mask, mask, -1)", last)
         source = "\n".join(self.lines) + "\n"
-        program = Program(
+        return Translation(
             self.kernel,
             self.module,
-            [],
             [*(block.instructions[0].line for block in self.blocks), last],
             [self.storage[name] for name in self.registers],
             [*(len(block.instructions) for block in self.blocks), 0],
             source,
+            marshal.dumps(compile(source, _filename(self.kernel), "exec")),
             self.python_lines,
+            self.constants,
             {i.line: i.source for i in self.kernel.instructions if i.source is not None},
         )
-        names = self.namespace()
-        exec(compile(source, program.filename, "exec"), names)
-        program.blocks = [names[f"block_{index}"] for index in range(len(self.blocks) + 1)]
-        return program
 
     def emit(self, text: str, line: int) -> None:
         self.lines.append(text)
         self.python_lines.append(line)
-
-    def namespace(self) -> dict[str, Any]:
-        types = {f"t_{name}": kind.dtype for name, kind in KINDS.items()}
-        return {"np": np, "A": arithmetic, "where": np.where, **types, **self.constants}
 
     def branch_blocks(self, branch: Instruction) -> list[int]:
         return [self.label_blocks[label] for label in ptx.branch_labels(self.kernel, branch)]
@@ -245,7 +285,7 @@ class _MatrixChain:
 class Emitter:
     """Writes the function of one block; what instructions.py sees of the translation."""
 
-    def __init__(self, translation: _Translation, block: ptx.Block, live_after: set[str]):
+    def __init__(self, translation: _Translator, block: ptx.Block, live_after: set[str]):
         self.translation = translation
         self.block = block
         self.live_after = live_after

@@ -11,18 +11,21 @@ import functools
 import sys
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from fa4.emulator import tensor_map
+from fa4.emulator import tensor_map, warp_mma
 from fa4.emulator.async_copy import AsyncCopies
 from fa4.emulator.barriers import MBarrier
+from fa4.emulator.bulk_copy import BulkCopies
+from fa4.emulator.cluster_copy import ClusterCopies
+from fa4.emulator.cluster_launch_control import ClusterLaunchControl
 from fa4.emulator.errors import BarrierMisuse, EmulationError, Location, UnknownInstruction
 from fa4.emulator.matrix_fragments import registers_to_rows, rows_to_registers
 from fa4.emulator.memory import OFFSET_MASK, RANK_SHIFT, AddressSpace, Space
 from fa4.emulator.register_kinds import KINDS, LANES
-from fa4.emulator.cluster_copy import ClusterCopies
 from fa4.emulator.tcgen05 import Tcgen05
 from fa4.emulator.translate import BLOCKED, DIVERGED, EXITED
 from fa4.emulator.warpgroup_mma import MmaShape
@@ -55,6 +58,21 @@ class LaneGroup:
     is_blocked: bool = False
 
 
+@dataclass
+class WarpWork:
+    """What a warp did: how often it ran each block, and bytes of TMA tiles that it copied."""
+
+    block_runs: list[int]
+    loaded_bytes: int = 0
+    stored_bytes: int = 0
+
+    def add(self, other: WarpWork) -> None:
+        pairs = zip(self.block_runs, other.block_runs, strict=True)
+        self.block_runs = [mine + others for mine, others in pairs]
+        self.loaded_bytes += other.loaded_bytes
+        self.stored_bytes += other.stored_bytes
+
+
 class Deferred:
     """A part of an asynchronous copy that has not happened yet."""
 
@@ -73,7 +91,7 @@ class Warp:
 
     groups    lanes by where they are, lowest block first; empty when all have exited
     waits     what the groups wait for, while none can go on
-    executed  warp-instructions so far
+    work      what it has done so far
     """
 
     def __init__(self, cta: Cta, index: int, live: Array):
@@ -84,7 +102,7 @@ class Warp:
         self.live = live
         self.groups = [LaneGroup(0, live, bool(live.all()))]
         self.waits: list[Wait] = []
-        self.executed = 0
+        self.work = WarpWork([0] * len(self.program.blocks))
         # One array serves all registers of a type: arrays are never changed in place.
         self.registers: list[Array] = [_ZEROS[kind] for kind in self.program.storage]
         self._current = self.groups[0]
@@ -92,11 +110,15 @@ class Warp:
         self._named_wait: tuple[int, int] | None = None
         self._symbols: dict[str, Array] = {}
         self._chains = 0
+        self._fences = 0  # wgmma.fence reached so far
+        self._is_at_fence = False
         self._open_copies: list[Deferred] = []
         self._copy_groups: list[list[Deferred]] = []
         self.async_copies = AsyncCopies(self)
         self.tcgen05 = Tcgen05(self)
+        self.bulk_copies = BulkCopies(self)
         self.cluster_copies = ClusterCopies(self)
+        self.launch_control = ClusterLaunchControl(self)
 
     # -- running ---------------------------------------------------------------------------------
 
@@ -112,7 +134,7 @@ class Warp:
         self.waits.clear()
         for group in self.groups:
             group.is_blocked = False
-        blocks, registers, sizes = self.program.blocks, self.registers, self.program.instructions
+        blocks, registers, block_runs = self.program.blocks, self.registers, self.work.block_runs
         done = 0
         while done < max_blocks:
             group = self.groups[0]
@@ -131,7 +153,7 @@ class Warp:
                 group.is_blocked = True
                 continue
             done += 1
-            self.executed += sizes[group.block]
+            block_runs[group.block] += 1
             if following >= 0:
                 group.block = following
             else:
@@ -180,8 +202,13 @@ class Warp:
         return Location(line, text, self.cta.position, self.index)
 
     def _calling_line(self) -> int:
-        """PTX line of the block that called the method that calls this."""
-        return self.program.python_lines[sys._getframe(2).f_lineno - 1]
+        """PTX line of the instruction that is being executed; 0 outside of any."""
+        frame: FrameType | None = sys._getframe(1)
+        while frame is not None:
+            if frame.f_code.co_filename == self.program.filename:
+                return self.program.python_lines[frame.f_lineno - 1]
+            frame = frame.f_back
+        return 0
 
     def describe(self) -> str:
         """One line for a deadlock report."""
@@ -239,6 +266,19 @@ class Warp:
                 f"{np.flatnonzero(named & self.live).tolist()} is executed by the lanes "
                 f"{np.flatnonzero(mask).tolist()} alone: the warp has diverged."
             )
+
+    def converged(self, member_mask: Array, mask: Array) -> bool:
+        """bar.warp.sync: False to wait for the lanes of a member mask that are elsewhere."""
+        named = (member_mask[int(np.argmax(mask))] >> LANE_NUMBERS & np.uint32(1)).astype(np.bool_)
+        if (mask & ~named).any():
+            self.require_converged(member_mask, mask)
+        if not (named & self.live & ~mask).any():
+            return True
+        self._wait(
+            lambda: not (named & self.live & ~mask).any(),  # the others have exited
+            lambda: f"lanes {np.flatnonzero(named & self.live & ~mask).tolist()} of its warp",
+        )
+        return False
 
     def _require_whole(self, full: bool, what: str) -> None:
         if not full and not np.array_equal(self._current.mask, self.live):
@@ -334,6 +374,12 @@ class Warp:
     def leader(self, mask: Array) -> Array:
         return np.full(LANES, np.argmax(mask), np.uint32)
 
+    def lane_of_equals(self, mask: Array, operands: Iterable[Array]) -> Array:
+        """The lowest lane of a mask alone, where all of its lanes have the same operands."""
+        if all((operand[mask] == operand[mask][:1]).all() for operand in operands):
+            return self.elected(mask, False) & mask
+        return mask
+
     def shuffle_sources(self, mode: str, lane: Array, clamp: Array) -> tuple[Array, Array]:
         return _shuffle_sources(mode, lane.tobytes(), clamp.tobytes())
 
@@ -365,7 +411,11 @@ class Warp:
         return ((int(lane), int(where[lane])) for lane in np.flatnonzero(mask))
 
     def mbarrier_init(self, where: Array, count: Array, mask: Array) -> None:
-        for lane, address in self._mbarriers(where, mask):
+        """Lanes that do the same are one: kernels forget to elect one."""
+        lanes = {
+            (address, int(count[lane])): lane for lane, address in self._mbarriers(where, mask)
+        }
+        for (address, _), lane in lanes.items():
             shared, offset = self.memory.shared_at(address, "mbarrier.init")
             shared.require_range(offset, 8, "mbarrier.init")
             self.cta.cluster[shared.rank].mbarriers.init(offset, int(count[lane]))
@@ -476,6 +526,7 @@ class Warp:
             shared, offset = self.memory.shared_at(int(where[lane]), "A TMA load")
             barrier = self._mbarrier(int(barrier_address[lane]))
             index = tuple(int(coordinate[lane]) for coordinate in coordinates)
+            self.work.loaded_bytes += decoded.tile_bytes
             action = functools.partial(self._load_tile, decoded, shared, offset, index, barrier)
             self._defer(action, line)
 
@@ -499,6 +550,7 @@ class Warp:
             decoded = self._tensor_map(map_address[lane])
             shared, offset = self.memory.shared_at(int(where[lane]), "A TMA store")
             index = tuple(int(coordinate[lane]) for coordinate in coordinates)
+            self.work.stored_bytes += decoded.tile_bytes
             memory = self.memory.global_memory
             action = functools.partial(
                 tensor_map.store_tile, decoded, memory, shared, offset, index, fold
@@ -539,6 +591,20 @@ class Warp:
                 copy.complete()
         del self._copy_groups[:count]
 
+    # -- matrices --------------------------------------------------------------------------------
+
+    def mma_sync(
+        self,
+        a_kind: str,
+        b_kind: str,
+        a: tuple[Array, ...],
+        b: tuple[Array, ...],
+        c: tuple[Array, ...],
+        full: bool,
+    ) -> Array:
+        self._require_whole(full, "mma.sync")
+        return warp_mma.multiply(a_kind, b_kind, a, b, c)
+
     # -- warpgroups ------------------------------------------------------------------------------
 
     def set_registers(self, count: int, full: bool) -> None:
@@ -548,8 +614,28 @@ class Warp:
                 f"setmaxnreg asks for {count} registers; allowed are multiples of 8 in 24..256."
             )
 
-    def wgmma_fence(self, full: bool) -> None:
+    def wgmma_fence(self, full: bool) -> bool:
+        """The warps of a warpgroup meet here; False to wait for the others.
+
+        The wgmmas that follow are executed when the first warp reaches them. What each of the four
+        has stored for its own rows of A must be there by then.
+        """
         self._require_whole(full, "wgmma.fence")
+        if not self._is_at_fence:
+            self._is_at_fence = True
+            self._fences += 1
+        first = self.index // 4 * 4
+        others = self.cta.warps[first : first + 4]
+        count = self._fences
+
+        def is_over() -> bool:
+            return all(other.has_exited or other._fences >= count for other in others)
+
+        if is_over():
+            self._is_at_fence = False
+            return True
+        self._wait(is_over, lambda: "the other warps of its warpgroup")
+        return False
 
     def wgmma_commit(self, full: bool) -> None:
         self._require_whole(full, "wgmma.commit_group")

@@ -41,6 +41,11 @@ def test_ctas_of_a_cluster_know_their_rank() -> None:
     assert ranks.tolist() == [0, 1, 0, 1, 0, 1]
 
 
+def test_unknown_option_is_refused() -> None:
+    with pytest.raises(TypeError, match="check_race"):
+        run(tiny_spec(), torch.zeros(1), torch.zeros(1), check_race=True)
+
+
 def test_store_to_an_input_is_an_error_that_names_it() -> None:
     x, y = torch.zeros(4), torch.zeros(4)
     uses = {1: TensorUse("y", is_output=False)}

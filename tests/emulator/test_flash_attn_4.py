@@ -24,23 +24,28 @@ pytestmark = [
 ]
 
 
-# With head dim 96 the kernel puts P into shared memory, each warp its own 16 rows, and lets no warp
-# wait for another before the wgmma that reads them; the emulator reads all 64 rows for the first.
-P_IN_SHARED_MEMORY = pytest.mark.xfail(reason="wgmma reads A when the first warp gets there")
+@pytest.mark.parametrize("number", range(len(CASES)), ids=[str(case) for case in CASES])
+@pytest.mark.parametrize("arch", ["sm_90a", "sm_100a"])
+def test_forward_is_right_and_without_races(arch: str, number: int) -> None:
+    run(arch, "forward", number, "races")
 
 
-@pytest.mark.parametrize(
-    "number",
-    [
-        pytest.param(number, id=str(case), marks=[P_IN_SHARED_MEMORY] * (case.head_dim == 96))
-        for number, case in enumerate(CASES)
-    ],
-)
-@pytest.mark.parametrize("arch", ["sm_90a"])
-def test_forward_matches_the_exact_answer(arch: str, number: int) -> None:
+@pytest.mark.parametrize("number", [0, 1], ids=[str(case) for case in CASES[:2]])
+def test_hopper_backward_is_right_and_without_races(number: int) -> None:
+    run("sm_90a", "backward", number, "races")
+
+
+@pytest.mark.parametrize("number", [0, 1], ids=[str(case) for case in CASES[:2]])
+def test_blackwell_backward_is_right(number: int) -> None:
+    """Its copies of dK and dV to global memory are in no bulk group and nobody waits for them
+    before the CTA ends, which the race detector reports (version 4.0.0b36)."""
+    run("sm_100a", "backward", number)
+
+
+def run(*arguments: object) -> None:
     with tempfile.TemporaryDirectory() as folder:
         finished = subprocess.run(
-            [sys.executable, "-m", "tests.emulator.flash_attn_4", arch, str(number)],
+            [sys.executable, "-m", "tests.emulator.flash_attn_4", *map(str, arguments)],
             env={**os.environ, "CUTE_DSL_DUMP_DIR": folder},
             capture_output=True,
             text=True,

@@ -55,6 +55,21 @@ def test_result_does_not_depend_on_how_warps_take_turns() -> None:
         assert torch.equal(bits(other_lse), bits(lse)), f"{schedule}, seed {seed}"
 
 
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case((200, 200), (400, 400), 1, 1),  # persistent: several tiles a CTA
+        Case((200,), (400,), 1, 1, causal=True),
+        Case((30, 90), (60, 300), 1, 1, head_dim=128, packed_q=True, packed_k=True),
+    ],
+    ids=str,
+)
+def test_no_race_is_found(case: Case) -> None:
+    inputs = make_inputs(case)
+    out, lse = emulate(inputs, check_races=True, multiprocessors=1)
+    assert_matches(out, lse, inputs)
+
+
 def test_result_does_not_depend_on_the_number_of_multiprocessors() -> None:
     """One of them makes a single CTA take every tile."""
     inputs = make_inputs(Case((200, 200), (70, 70), 2, 1))

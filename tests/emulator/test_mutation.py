@@ -1,5 +1,7 @@
 """Synchronisation instructions are found and taken away one at a time, and most are missed."""
 
+from collections import Counter
+
 import pytest
 
 import fa4
@@ -91,3 +93,34 @@ def test_forward_kernel_without_an_arrival_a_wait_or_a_wgmma_wait_is_noticed() -
         "EarlyRegisterAccess",
         "EarlyRegisterAccess",
     ]
+
+
+# What may be taken away from the persistent kernel without harm, and why.
+REDUNDANT = {
+    # The producer's wait for a free stage of K at the first block of a tile: the wait for the stage
+    # of V before it has seen a release that comes after K's.
+    "mbarrier wait": 1,
+    # A warpgroup's turn orders when matmuls are issued, for speed.
+    "named barrier sync": 1,
+    # The fence of P V directly behind that of Q K: no register changes between them.
+    "wgmma fence": 1,
+}
+
+
+@pytest.mark.slow
+def test_every_missing_synchronisation_is_noticed_unless_it_is_redundant() -> None:
+    """Two tiles a CTA and more key blocks than stages: every instruction matters somewhere."""
+    inputs = make_inputs(Case((200, 200), (600, 600), 1, 1), seed=0)
+    decision = fa4.explain(inputs.q, inputs.k, inputs.v, arch="sm_90a")
+    assert decision.kernel_name is not None
+    assert "persistent" in decision.kernel_name
+    prepared, out, lse = prepare_forward(decision, inputs.q, inputs.k, inputs.v, multiprocessors=1)
+
+    def result() -> bytes:
+        return bytes(bits(out).numpy().tobytes() + bits(lse).numpy().tobytes())
+
+    options = [Options(check_races=True), Options("random", 1, check_races=True)]
+    verdicts = score(prepared, result, options)
+    survivors = Counter(v.instruction.kind for v in verdicts if v.fault is None)
+    assert dict(survivors) == REDUNDANT, table(verdicts)
+    assert len(verdicts) > 40

@@ -179,7 +179,7 @@ def test_other_exceptions_of_a_process_arrive_with_their_traceback() -> None:
         if os.getpid() != parent:
             raise ZeroDivisionError("where it was")
 
-    with pytest.raises(RuntimeError, match="fail_in_the_child(.|\n)*ZeroDivisionError"):
+    with pytest.raises(RuntimeError, match=r"fail_in_the_child(.|\n)*ZeroDivisionError"):
         run_clusters(fail_in_the_child, range(20), 2, GlobalMemory())
 
 

@@ -101,15 +101,15 @@ def test_double_colons_belong_to_the_opcode() -> None:
 
 def test_lines_and_sources_are_kept() -> None:
     text = (
-        '.version 9.0\n.target sm_90a\n.file 1 "a/b.py"\n.entry f()\n{\n.loc 1 17 3\nret;\n'
-        ".loc 1 20 1, function_name x, inlined_at 1 3 4\n// comment\nret;\n}\n"
+        ".version 9.0\n.target sm_90a\n.entry f()\n{\n.loc 1 17 3\nret;\n"
+        '.loc 1 20 1, function_name x, inlined_at 1 3 4\n// comment\nret;\n}\n.file 1 "a/b.py"\n'
         ".section .debug_str { .b8 1, 2; }\n"
     )
     module = ptx.parse(text)
     first, second = module.kernels["f"].instructions
-    assert (first.line, first.source) == (7, "a/b.py:17")
-    assert (second.line, second.source) == (10, "a/b.py:20")
-    assert module.line_text(7) == "ret;"
+    assert (first.line, first.source) == (6, "a/b.py:17")
+    assert (second.line, second.source) == (9, "a/b.py:20")
+    assert module.line_text(6) == "ret;"
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,91 @@
+"""Small matrix products on the tensor cores of sm_100, compiled by CuTe, equal NumPy's.
+
+CuTe's layouts decide where operands and results lie, so these cases are what the emulator's reading
+of descriptors, of tensor memory and of the registers of `tcgen05.ld` rests on.
+"""
+
+import functools
+from typing import Any
+
+import pytest
+import torch
+
+from fa4 import dsl_runtime
+from fa4.emulator import DeviceModel, run
+
+DTYPES = {
+    "bf16": torch.bfloat16,
+    "fp16": torch.float16,
+    "tf32": torch.float32,
+    "e4m3": torch.float8_e4m3fn,
+    "e5m2": torch.float8_e5m2,
+}
+
+CASES: list[dict[str, Any]] = [
+    # types
+    {},
+    {"dtype": "fp16"},
+    {"dtype": "tf32"},
+    {"dtype": "e4m3"},
+    {"dtype": "e5m2", "k": 128},
+    # operands stored with k the slower dimension
+    {"a_mn": True},
+    {"b_mn": True, "n": 128},
+    {"dtype": "e4m3", "a_mn": True, "b_mn": True},
+    # shapes, and instructions that read tensor memory
+    {"n": 256, "repeat": 32},
+    {"n": 16, "k": 16, "repeat": 1},
+    {"load": "16x64b"},
+    {"load": "16x128b", "repeat": 2},
+    {"load": "16x256b"},
+    {"m": 64, "load": "16x64b", "repeat": 4},
+    {"m": 64, "load": "16x128b", "repeat": 2},
+    {"m": 64, "load": "16x256b", "repeat": 1},
+    # pairs of CTAs
+    {"ctas": 2, "m": 256},
+    {"ctas": 2, "m": 256, "n": 256, "k": 128, "a_mn": True, "b_mn": True, "repeat": 16},
+    {"ctas": 2, "m": 128},  # 64 rows each, on all lanes
+    {"ctas": 2, "m": 256, "dtype": "e4m3"},
+]
+
+
+@functools.cache
+def compiled(case: tuple[tuple[str, Any], ...]) -> tuple[Any, Any]:
+    """(tile, kernel)."""
+    dsl_runtime.import_dsl("sm_100a")
+    from tests.emulator.blackwell_gemm import TileShape, compile_gemm
+
+    tile = TileShape(**dict(case))
+    return tile, compile_gemm(tile)
+
+
+def multiply(case: dict[str, Any], **options: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """(what the kernel stored, what is right), exact in float32."""
+    tile, kernel = compiled(tuple(case.items()))
+    generator = torch.Generator().manual_seed(0)
+
+    def operand(rows: int, is_mn: bool) -> torch.Tensor:
+        values = torch.randint(-4, 5, (rows, tile.k), generator=generator).float()
+        matrix = values.to(DTYPES[tile.dtype])
+        return matrix.T.contiguous().T if is_mn else matrix
+
+    a, b = operand(tile.m, tile.a_mn), operand(tile.n, tile.b_mn)
+    d = torch.full((tile.m, tile.n), float("nan"))
+    run(kernel, a, b, d, device=DeviceModel("sm_100a"), **options)
+    return d, a.float() @ b.float().T
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_product_is_exact(case: dict[str, Any]) -> None:
+    found, right = multiply(case)
+    assert torch.equal(found, right)
+
+
+@pytest.mark.parametrize("schedule", ["random", "adversarial"])
+@pytest.mark.parametrize("case", [{}, {"ctas": 2, "m": 256}], ids=str)
+def test_product_does_not_depend_on_how_warps_take_turns(
+    case: dict[str, Any], schedule: str
+) -> None:
+    for seed in range(3):
+        found, right = multiply(case, schedule=schedule, seed=seed)
+        assert torch.equal(found, right), seed

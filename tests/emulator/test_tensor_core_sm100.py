@@ -1,0 +1,199 @@
+"""Descriptors, operands and accumulators of tcgen05.mma, against the formulas and NumPy.
+
+That the formulas are hardware's is the business of test_blackwell_gemm.py, where CuTe's layouts
+decide where things lie.
+"""
+
+import numpy as np
+import pytest
+
+from fa4.emulator.errors import InvalidDescriptor, UnknownInstruction, UnwrittenRead
+from fa4.emulator.float_formats import f32_to_bf16
+from fa4.emulator.memory import SharedMemory
+from fa4.emulator.tensor_core import Operand
+from fa4.emulator.tensor_core_sm100 import (
+    MmaShape,
+    add_product,
+    decode_descriptor,
+    decode_shape,
+    gather,
+    gather_from_tensor_memory,
+)
+from fa4.emulator.tensor_memory import TensorMemory
+
+VERSION = 1 << 46
+BF16 = 1 << 4 | 1 << 7 | 1 << 10  # D f32, A and B bf16
+
+
+def shape_bits(m: int, n: int, types: int = BF16) -> int:
+    return types | n // 8 << 17 | m // 16 << 24
+
+
+# -- descriptors -----------------------------------------------------------------------------------
+
+
+def test_instruction_descriptor_is_decoded() -> None:
+    shape = decode_shape(shape_bits(256, 128) | 1 << 14 | 1 << 16, "f16", 2)
+    assert shape == MmaShape(2, Operand.BF16, Operand.BF16, 256, 128, False, True, 1, -1)
+    assert (shape.rows, shape.columns, shape.splits_columns) == (128, 128, False)
+
+
+def test_64_rows_of_a_pair_use_half_the_columns() -> None:
+    shape = decode_shape(shape_bits(128, 128), "f16", 2)
+    assert (shape.rows, shape.columns, shape.splits_columns) == (64, 64, True)
+
+
+@pytest.mark.parametrize(
+    ("m", "n", "group"),
+    [(256, 128, 1), (64, 64, 2), (256, 24, 2), (128, 0, 1), (96, 64, 1), (128, 264, 1)],
+)
+def test_shapes_that_do_not_exist_are_refused(m: int, n: int, group: int) -> None:
+    with pytest.raises(InvalidDescriptor, match=f"M = {m} and N = {n}"):
+        decode_shape(shape_bits(m, n), "f16", group)
+
+
+def test_mn_major_bytes_of_b_come_sixteen_at_a_time() -> None:
+    types = 1 << 4  # D f32, A and B e4m3
+    decode_shape(shape_bits(128, 24, types), "f8f6f4", 1)
+    with pytest.raises(InvalidDescriptor, match="N a multiple of 16"):
+        decode_shape(shape_bits(128, 24, types) | 1 << 16, "f8f6f4", 1)
+
+
+@pytest.mark.parametrize(
+    ("bits", "kind", "message"),
+    [
+        (shape_bits(128, 64) | 1 << 2, "f16", "Bits 0x4"),  # sparse
+        (shape_bits(128, 64) & ~0x30, "f16", "accumulators of type 0"),
+        (shape_bits(128, 64), "tf32", "operand types 1 and 1"),
+        (shape_bits(128, 64, 1 << 4 | 5 << 7), "f8f6f4", "operand types 5 and 0"),  # e2m1
+        (shape_bits(128, 64, 1 << 4 | 2 << 7 | 2 << 10) | 1 << 15, "tf32", "MN-major"),
+    ],
+)
+def test_what_is_not_modelled_is_refused(bits: int, kind: str, message: str) -> None:
+    with pytest.raises(UnknownInstruction, match=message):
+        decode_shape(bits, kind, 1)
+
+
+def test_matrix_descriptor_is_decoded() -> None:
+    found = decode_descriptor(0x123 | 5 << 16 | 64 << 32 | VERSION | 2 << 61)
+    assert (found.start, found.leading_offset, found.stride_offset, found.swizzle) == (
+        0x1230,
+        80,
+        1024,
+        128,
+    )
+
+
+@pytest.mark.parametrize(
+    ("bits", "error"),
+    [
+        (0, InvalidDescriptor),  # the version of sm_90
+        (VERSION | 1 << 49, UnknownInstruction),
+        (VERSION | 1 << 52, UnknownInstruction),
+        (VERSION | 1 << 61, UnknownInstruction),  # 128 bytes with atoms of 32
+    ],
+)
+def test_other_matrix_descriptors_are_refused(bits: int, error: type[Exception]) -> None:
+    with pytest.raises(error, match="Matrix descriptor"):
+        decode_descriptor(bits)
+
+
+# -- operands --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("nbytes", [1, 2])
+def test_operands_are_gathered_by_the_formula(nbytes: int) -> None:
+    """MN major with a swizzle of 64 bytes; K major is as for wgmma (test_tensor_core.py)."""
+    shared = SharedMemory.create(32 * 1024)
+    rng = np.random.default_rng(0)
+    shared.bytes[:] = rng.integers(0, 60, shared.size)
+    shared.mark_written(0, shared.size)
+    operand = {1: Operand.E4M3, 2: Operand.F16}[nbytes]
+    rows, start, leading, stride, width = 64, 2048, 4096, 512, 64
+    bits = start >> 4 | leading >> 4 << 16 | stride >> 4 << 32 | VERSION | 4 << 61
+    found = gather(shared, [bits], rows, True, operand, "A")
+    assert found.shape == (rows, 32 // nbytes)
+    per_row = width // nbytes
+    for i, j in [(0, 0), (1, 0), (9, 3), (31, 15), (33, 7), (63, 11)]:
+        place = start + i % per_row * nbytes + i // per_row * leading
+        place += j % 8 * width + j // 8 * stride
+        place ^= place >> 3 & 0x30  # bits 7 and 8 into 4 and 5
+        raw = shared.bytes[place : place + nbytes]
+        assert found[i, j] == operand.to_f32(raw)[0], (i, j)
+
+
+def test_an_unwritten_operand_is_an_error() -> None:
+    shared = SharedMemory.create(4096)
+    shared.mark_written(0, 2048 - 16)
+    bits = 1024 >> 4 << 16 | 128 >> 4 << 32 | VERSION
+    with pytest.raises(UnwrittenRead, match="byte 2032"):
+        gather(shared, [bits], 64, False, Operand.F16, "A")
+
+
+@pytest.fixture
+def memory() -> TensorMemory:
+    memory = TensorMemory()
+    memory.allocate(256)
+    return memory
+
+
+def test_a_row_of_a_in_tensor_memory_is_a_lane(memory: TensorMemory) -> None:
+    values = np.arange(128 * 32).reshape(128, 32) % 251  # exact in bf16
+    words = f32_to_bf16(values.astype(np.float32)).view(np.uint32)  # (128, 16)
+    memory.write(40, slice(0, 128), words.T, "test")
+    found = gather_from_tensor_memory(memory, [40, 48], Operand.BF16, "A")
+    assert np.array_equal(found, values)
+
+
+# -- accumulators ----------------------------------------------------------------------------------
+
+
+def product(shape: MmaShape, seed: int = 0) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Small whole numbers: A of one CTA, B, and A B^T."""
+    rng = np.random.default_rng(seed)
+    a = rng.integers(-4, 5, (shape.rows, 16)).astype(np.float32)
+    b = rng.integers(-4, 5, (shape.n, 16)).astype(np.float32)
+    return a, b, shape.a_sign * shape.b_sign * a @ b.T
+
+
+def test_accumulator_of_128_rows(memory: TensorMemory) -> None:
+    shape = decode_shape(shape_bits(128, 64) | 1 << 13, "f16", 1)  # A negated
+    a, b, exact = product(shape)
+    add_product(memory, 16, shape, a, b, adds=False)
+    add_product(memory, 16, shape, a, b, adds=True)
+    assert np.array_equal(memory.words[16:80].view(np.float32).T, 2 * exact)
+
+
+@pytest.mark.parametrize("first", [0, 16])
+def test_accumulator_of_64_rows(memory: TensorMemory, first: int) -> None:
+    shape = decode_shape(shape_bits(64, 64), "f16", 1)
+    a, b, exact = product(shape)
+    add_product(memory, first << 16, shape, a, b, adds=False)
+    for row in (0, 15, 16, 40, 63):
+        lane = 32 * (row // 16) + row % 16 + first
+        assert np.array_equal(memory.words[:64, lane].view(np.float32), exact[row]), row
+    assert memory.written is not None
+    assert memory.written.sum() == 64 * 64
+
+
+def test_accumulator_of_64_rows_of_a_pair(memory: TensorMemory) -> None:
+    shape = decode_shape(shape_bits(128, 64), "f16", 2)
+    a, b, exact = product(shape)
+    add_product(memory, 0, shape, a, b, adds=False)
+    stored = memory.words[:32].view(np.float32)
+    assert np.array_equal(stored[:, :64].T, exact[:, :32])
+    assert np.array_equal(stored[:, 64:].T, exact[:, 32:])
+
+
+def test_adding_to_what_nothing_wrote_is_an_error(memory: TensorMemory) -> None:
+    shape = decode_shape(shape_bits(128, 64), "f16", 1)
+    a, b, _ = product(shape)
+    with pytest.raises(UnwrittenRead, match="of D"):
+        add_product(memory, 0, shape, a, b, adds=True)
+
+
+def test_other_lanes_of_an_accumulator_are_refused(memory: TensorMemory) -> None:
+    shape = decode_shape(shape_bits(128, 64), "f16", 1)
+    a, b, _ = product(shape)
+    with pytest.raises(UnknownInstruction, match="from lane 16"):
+        add_product(memory, 16 << 16, shape, a, b, adds=False)
