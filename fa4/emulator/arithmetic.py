@@ -155,8 +155,8 @@ def _bf16_in_upper_half(x: Array) -> Array:
 
 def bf16x2_from_f32(high: Array, low: Array) -> Array:
     """cvt.rn.bf16x2.f32: uint32 with `high` in the upper half."""
-    upper = _bf16_in_upper_half(high) & np.uint32(0xFFFF0000)
-    return upper | (_bf16_in_upper_half(low) >> np.uint32(16))
+    halves = _bf16_in_upper_half(interleave(low, high)).view(np.uint16)
+    return np.ascontiguousarray(halves[:, 1::2]).view(np.uint32).reshape(-1)
 
 
 def f16x2_from_f32(high: Array, low: Array) -> Array:
@@ -208,6 +208,14 @@ def e5m2_from_f32(x: Array) -> Array:
 
 def pack_bytes(high: Array, low: Array) -> Array:
     return (high.astype(np.uint16) << np.uint16(8)) | low.astype(np.uint16)
+
+
+def interleave(*columns: Array) -> Array:
+    """(lanes, columns) of arrays of one type; several times faster than NumPy's stack."""
+    rows = np.empty((len(columns[0]), len(columns)), columns[0].dtype)
+    for index, column in enumerate(columns):
+        rows[:, index] = column
+    return rows
 
 
 def max_f32(a: Array, b: Array) -> Array:

@@ -90,7 +90,7 @@ def _store_async(e: Emitter, i: Instruction, m: Modifiers) -> None:
     if len(values) != count or count * KINDS[kind].bits > 128:
         raise e.unknown("its operands do not fit")
     where, barrier = address(e, i.operands[0]), address(e, i.operands[2])
-    data = f"np.stack(({', '.join(values)},), axis=1).view(np.uint8)"
+    data = f"A.interleave({', '.join(values)}).view(np.uint8)"
     e.flush_chain()
     e.line(f"w.cluster_copies.store({where}, {data}, {barrier}, {e.active()})")
 

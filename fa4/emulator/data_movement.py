@@ -108,7 +108,7 @@ def _store(e: Emitter, i: Instruction, m: Modifiers) -> None:
     if len(values) != count:
         raise e.unknown("its operands do not fit")
     where = address(e, i.operands[0])
-    data = f"np.stack(({', '.join(values)},), axis=1).view(np.uint8)"
+    data = f"A.interleave({', '.join(values)}).view(np.uint8)"
     e.line(f"w.store({_space(space)}, {where}, {data}, {e.active()})")
 
 

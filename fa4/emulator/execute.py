@@ -83,6 +83,7 @@ class LaunchState:
         self.scheduler = self.new_scheduler(0)
         self._parameters: dict[tuple[int, str], Array] = {}
         self._first_unstarted = 0  # cluster; those before it run, have run or were taken
+        self._taken: set[int] = set()  # clusters whose work others do
 
     def parameter(self, offset: int, dtype: np.dtype[Any]) -> Array:
         key = (offset, dtype.str)
@@ -98,10 +99,8 @@ class LaunchState:
 
     def begin_cluster(self, number: int) -> bool:
         """Whether a cluster still has to run: another may have taken its work."""
-        if number < self._first_unstarted:
-            return False
-        self._first_unstarted = number + 1
-        return True
+        self._first_unstarted = max(self._first_unstarted, number + 1)
+        return number not in self._taken
 
     def take_cluster(self) -> Dim3 | None:
         """Position of the first CTA of the next cluster, which will not run; None if all have
@@ -109,8 +108,10 @@ class LaunchState:
         counts = _cluster_counts(self.launch)
         if self._first_unstarted >= math.prod(counts):
             return None
+        number = self._first_unstarted
         self._first_unstarted += 1
-        return _positions(self.launch, counts, self._first_unstarted - 1)[0]
+        self._taken.add(number)
+        return _positions(self.launch, counts, number)[0]
 
     def defer(self, copy: Deferred) -> None:
         self.scheduler.defer(copy)

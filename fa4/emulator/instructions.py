@@ -53,6 +53,7 @@ def emit(e: Emitter, i: Instruction) -> None:
         cluster_copy,
         cluster_launch_control,
         data_movement,
+        local_memory,
         tcgen05,
         warp_mma,
     )
@@ -582,7 +583,7 @@ def _pack(e: Emitter, destination: Operand, kind: str, source: Vector) -> None:
     part = f"u{KINDS[kind].bits // len(source.elements)}"
     parts = ", ".join(e.read(element, part) for element in source.elements)
     word = f"u{KINDS[kind].bits}"
-    e.write(destination, word, f"np.stack(({parts}), axis=1).view(t_{word}).reshape(-1)")
+    e.write(destination, word, f"A.interleave({parts}).view(t_{word}).reshape(-1)")
 
 
 _NARROW = ("u8", "s8", *_INTEGERS)

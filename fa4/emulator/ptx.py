@@ -114,6 +114,7 @@ class Kernel:
     parameters: dict[str, Parameter] = field(default_factory=dict)
     parameter_bytes: int = 0
     shared: dict[str, SharedVariable] = field(default_factory=dict)
+    local: dict[str, SharedVariable] = field(default_factory=dict)  # of each thread
     register_banks: dict[str, tuple[str, int]] = field(default_factory=dict)  # prefix: (type, n)
     registers: dict[str, str] = field(default_factory=dict)  # name: type, declared one by one
     instructions: list[Instruction] = field(default_factory=list)
@@ -435,6 +436,8 @@ class _BodyParser:
             self.register_declaration()
         elif token.text == ".shared":
             self.parser.shared_variable(self.kernel.shared)
+        elif token.text == ".local":
+            self.parser.shared_variable(self.kernel.local)
         elif token.text == ".pragma":
             stream.next()
             stream.expect(";")

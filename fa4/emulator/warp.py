@@ -16,13 +16,14 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from fa4.emulator import tensor_map, warp_mma
+from fa4.emulator import local_memory, tensor_map, warp_mma
 from fa4.emulator.async_copy import AsyncCopies
 from fa4.emulator.barriers import MBarrier
 from fa4.emulator.bulk_copy import BulkCopies
 from fa4.emulator.cluster_copy import ClusterCopies
 from fa4.emulator.cluster_launch_control import ClusterLaunchControl
 from fa4.emulator.errors import BarrierMisuse, EmulationError, Location, UnknownInstruction
+from fa4.emulator.local_memory import LocalMemory
 from fa4.emulator.matrix_fragments import registers_to_rows, rows_to_registers
 from fa4.emulator.memory import OFFSET_MASK, RANK_SHIFT, AddressSpace, Space
 from fa4.emulator.register_kinds import KINDS, LANES
@@ -117,6 +118,10 @@ class Warp:
         self.async_copies = AsyncCopies(self)
         self.tcgen05 = Tcgen05(self)
         self.bulk_copies = BulkCopies(self)
+        self.local_memory = LocalMemory(
+            local_memory.offsets_of(cta.program.kernel)[1],
+            cta.launch_state.options.check_unwritten,
+        )
         self.cluster_copies = ClusterCopies(self)
         self.launch_control = ClusterLaunchControl(self)
 
@@ -303,6 +308,8 @@ class Warp:
         cta, kernel = self.cta, self.program.kernel
         if name in kernel.parameters:
             return np.full(LANES, kernel.parameters[name].offset, np.uint64)
+        if name in kernel.local:
+            return np.full(LANES, local_memory.offsets_of(kernel)[0][name], np.uint64)
         if name in cta.shared_symbols:
             address = cta.shared_symbols[name] | cta.rank << RANK_SHIFT
             return np.full(LANES, address, np.uint64)
@@ -437,6 +444,10 @@ class Warp:
         self, where: Array, value: Array | None, expects: bool, drop: bool, mask: Array
     ) -> Array:
         """`value` is a lane's number of bytes where it expects some, otherwise of arrivals."""
+        if value is None and mask.all() and (where == where[0]).all():
+            barrier = self._mbarrier(int(where[0]))
+            if barrier.pending >= LANES:  # the usual case, in which no phase ends in the middle
+                return np.full(LANES, barrier.arrive(LANES, 0, drop), np.uint64)
         tokens = np.zeros(LANES, np.uint64)
         for lane, address in self._mbarriers(where, mask):
             number = 1 if value is None else int(value[lane])

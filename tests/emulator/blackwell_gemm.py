@@ -1,4 +1,4 @@
-"""One tile of D = A B^T on the tensor cores of sm_100, as small as CuTe allows.
+"""D = A B^T on the tensor cores of sm_100, one tile a CTA or pair, as small as CuTe allows.
 
 All of A and B is loaded at once, warp 0 multiplies, and every thread stores what it reads of tensor
 memory where CuTe's layouts say it belongs. So whatever the emulator gets wrong about descriptors,
@@ -43,8 +43,9 @@ LOADS = {
 class TileShape:
     """What is compiled.
 
-    m, n, k       of the tile, which is the problem
-    ctas          that work on it: 1, or 2 in a cluster
+    m, n, k       of a tile
+    ctas          that work on it: 1 or 2
+    tiles         of m rows; B is loaded once for all, by multicast from every CTA of the cluster
     a_mn, b_mn    whether A and B are stored MN major, k the slower dimension
     load, repeat  instruction that reads tensor memory
     """
@@ -54,6 +55,7 @@ class TileShape:
     n: int = 64
     k: int = 64
     ctas: int = 1
+    tiles: int = 1
     a_mn: bool = False
     b_mn: bool = False
     load: str = "32x32b"
@@ -83,14 +85,20 @@ class OneTileGemm:
         )
         sA_layout = sm100.make_smem_layout_a(tiled_mma, mnk, dtype, 1)
         sB_layout = sm100.make_smem_layout_b(tiled_mma, mnk, dtype, 1)
-        cluster = cute.tiled_divide(cute.make_layout((tile.ctas, 1, 1)), (tiled_mma.thr_id,))
+        self.cluster_size = tile.ctas * tile.tiles
+        cluster = cute.tiled_divide(
+            cute.make_layout((self.cluster_size, 1, 1)), (tiled_mma.thr_id,)
+        )
         load = cpasync.CopyBulkTensorTileG2SOp(self.group)
+        load_b = load
+        if cutlass.const_expr(tile.tiles > 1):
+            load_b = cpasync.CopyBulkTensorTileG2SMulticastOp(self.group)
         stage = (None, None, None, 0)
         tma_a, mA_tma = make_tiled_tma_atom_A(
             load, mA, cute.slice_(sA_layout, stage), mnk, tiled_mma, cluster.shape
         )
         tma_b, mB_tma = make_tiled_tma_atom_B(
-            load, mB, cute.slice_(sB_layout, stage), mnk, tiled_mma, cluster.shape
+            load_b, mB, cute.slice_(sB_layout, stage), mnk, tiled_mma, cluster.shape
         )
 
         @cute.struct
@@ -102,10 +110,12 @@ class OneTileGemm:
             sB: cute.struct.Align[cute.struct.MemRange[dtype, cute.cosize(sB_layout)], 1024]
 
         self.storage = Storage
-        self.kernel(tiled_mma, tma_a, mA_tma, tma_b, mB_tma, mD, sA_layout, sB_layout).launch(
-            grid=(tile.ctas, 1, 1),
+        self.kernel(
+            tiled_mma, cluster, tma_a, mA_tma, tma_b, mB_tma, mD, sA_layout, sB_layout
+        ).launch(
+            grid=(self.cluster_size, 1, 1),
             block=(self.threads, 1, 1),
-            cluster=(tile.ctas, 1, 1),
+            cluster=(self.cluster_size, 1, 1),
             stream=stream,
         )
 
@@ -113,6 +123,7 @@ class OneTileGemm:
     def kernel(
         self,
         tiled_mma: cute.TiledMma,
+        cluster: cute.Layout,
         tma_a: cute.CopyAtom,
         mA: cute.Tensor,
         tma_b: cute.CopyAtom,
@@ -126,6 +137,8 @@ class OneTileGemm:
         warp_idx = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         tidx = cute.arch.thread_idx()[0]
         rank = cute.arch.make_warp_uniform(cute.arch.block_idx_in_cluster())
+        tile_idx, rank_in_tile = rank // tile.ctas, rank % tile.ctas
+        is_cluster = cutlass.const_expr(self.cluster_size > 1)
 
         storage = SmemAllocator().allocate(self.storage)
         sA = storage.sA.get_tensor(sA_layout.outer, swizzle=sA_layout.inner)
@@ -139,20 +152,23 @@ class OneTileGemm:
             cute.arch.alloc_tmem(self.tmem_columns, storage.tmem_address.ptr, is_pair)
             cute.arch.relinquish_tmem_alloc_permit(is_pair)
         cute.arch.sync_threads()
-        if is_pair:
+        if is_cluster:
             cute.arch.cluster_arrive()
             cute.arch.cluster_wait()
         tmem = cute.arch.retrieve_tmem_ptr(cutlass.Float32, 16, storage.tmem_address.ptr)
 
         acc_layout = tiled_mma.make_fragment_C(tiled_mma.partition_shape_C((tile.m, tile.n))).layout
         tCtD = cute.make_tensor(tmem, acc_layout)
-        cta_mma = tiled_mma.get_slice(rank)
-        tCgD = cta_mma.partition_C(mD)  # (MMA, 1, 1): this CTA's rows of D
+        cta_mma = tiled_mma.get_slice(rank_in_tile)
+        gA = cute.local_tile(mA, (tile.m, tile.k), (tile_idx, 0))
+        gD = cute.local_tile(mD, (tile.m, tile.n), (tile_idx, 0))
+        tCgD = cta_mma.partition_C(gD)  # (MMA, 1, 1): this CTA's rows of D
 
         if warp_idx == 0:
-            self.load(tiled_mma, rank, tma_a, mA, sA, tma_b, mB, sB, loaded)
-            if rank == 0:
-                self.multiply(tiled_mma, tCtD, sA, sB, loaded, multiplied)
+            self.load(tiled_mma, cluster, rank, tma_a, gA, sA, tma_b, mB, sB, loaded)
+            if rank_in_tile == 0:
+                pair = None if cutlass.const_expr(tile.ctas == 1) else 0b11 << rank
+                self.multiply(tiled_mma, pair, tCtD, sA, sB, loaded, multiplied)
         cute.arch.mbarrier_wait(multiplied, 0)
 
         atom = cute.make_copy_atom(
@@ -168,7 +184,7 @@ class OneTileGemm:
         cute.autovec_copy(rD, tTRgD)
 
         cute.arch.sync_threads()
-        if is_pair:
+        if is_cluster:
             cute.arch.cluster_arrive()
             cute.arch.cluster_wait()
         if warp_idx == 0:
@@ -178,43 +194,52 @@ class OneTileGemm:
     def load(
         self,
         tiled_mma: cute.TiledMma,
+        cluster: cute.Layout,
         rank: cutlass.Int32,
         tma_a: cute.CopyAtom,
-        mA: cute.Tensor,
+        gA: cute.Tensor,
         sA: cute.Tensor,
         tma_b: cute.CopyAtom,
         mB: cute.Tensor,
         sB: cute.Tensor,
         loaded: cute.Pointer,
     ) -> None:
-        """Each CTA loads its rows; all bytes are counted by rank 0."""
-        cta_mma = tiled_mma.get_slice(rank)
+        """Each CTA loads its rows of A and its share of B; the first of a tile counts all bytes."""
+        rank_in_tile, tile_idx, _, _ = cluster.get_flat_coord(rank)
+        cta_mma = tiled_mma.get_slice(rank_in_tile)
         whole = cute.make_layout(1)
-        tCgA = cute.group_modes(cta_mma.partition_A(mA), 0, 3)
+        tCgA = cute.group_modes(cta_mma.partition_A(gA), 0, 3)
         tCgB = cute.group_modes(cta_mma.partition_B(mB), 0, 3)
         tAsA, tAgA = cpasync.tma_partition(tma_a, 0, whole, cute.group_modes(sA, 0, 3), tCgA)
-        tBsB, tBgB = cpasync.tma_partition(tma_b, 0, whole, cute.group_modes(sB, 0, 3), tCgB)
+        tiles = cute.make_layout(cute.slice_(cluster, (0, None, 0, 0)).shape)
+        tBsB, tBgB = cpasync.tma_partition(tma_b, tile_idx, tiles, cute.group_modes(sB, 0, 3), tCgB)
         nbytes = self.tile.ctas * (
             cute.size_in_bytes(sA.element_type, sA.layout)
             + cute.size_in_bytes(sB.element_type, sB.layout)
         )
-        if rank == 0:
+        if rank_in_tile == 0:
             with cute.arch.elect_one():
                 cute.arch.mbarrier_arrive_and_expect_tx(loaded, nbytes)
         cute.copy(tma_a, tAgA, tAsA[None, 0], tma_bar_ptr=loaded)
-        cute.copy(tma_b, tBgB, tBsB[None, 0], tma_bar_ptr=loaded)
+        if cutlass.const_expr(self.tile.tiles > 1):
+            where = cluster.get_flat_coord(rank)
+            mask = cpasync.create_tma_multicast_mask(cluster, where, mcast_mode=1)
+            cute.copy(tma_b, tBgB, tBsB[None, 0], tma_bar_ptr=loaded, mcast_mask=mask)
+        else:
+            cute.copy(tma_b, tBgB, tBsB[None, 0], tma_bar_ptr=loaded)
 
     @cute.jit
     def multiply(
         self,
         tiled_mma: cute.TiledMma,
+        pair: cutlass.Int32 | None,
         tCtD: cute.Tensor,
         sA: cute.Tensor,
         sB: cute.Tensor,
         loaded: cute.Pointer,
         multiplied: cute.Pointer,
     ) -> None:
-        """Rank 0 issues for both."""
+        """The first CTA of a pair issues for both; ``pair`` is their mask of ranks."""
         tCrA = tiled_mma.make_fragment_A(sA)
         tCrB = tiled_mma.make_fragment_B(sB)
         cute.arch.mbarrier_wait(loaded, 0)
@@ -222,13 +247,12 @@ class OneTileGemm:
         for k in cutlass.range_constexpr(cute.size(tCrA, mode=[2])):
             cute.gemm(tiled_mma, tCtD, tCrA[None, None, k, 0], tCrB[None, None, k, 0], tCtD)
             tiled_mma.set(tcgen05.Field.ACCUMULATE, True)
-        mask = None if cutlass.const_expr(self.tile.ctas == 1) else 0b11
         with cute.arch.elect_one():
-            tcgen05.commit(multiplied, mask, self.group)
+            tcgen05.commit(multiplied, pair, self.group)
 
 
 def compile_gemm(tile: TileShape) -> Any:
-    """(A, B, D): (m, k) and (n, k) of the tile's type, (m, n) float32."""
+    """(A, B, D): (tiles m, k) and (n, k) of the tile's type, (tiles m, n) float32."""
 
     def matrix(dtype: Any, rows: int, columns: int, is_mn: bool) -> Any:
         stride = (1, rows) if is_mn else (columns, 1)
@@ -239,9 +263,9 @@ def compile_gemm(tile: TileShape) -> Any:
     with tempfile.TemporaryDirectory(prefix="fa4-") as folder:  # where the PTX is left as a file
         return cute.compile(
             OneTileGemm(tile),
-            matrix(dtype, tile.m, tile.k, tile.a_mn),
+            matrix(dtype, tile.tiles * tile.m, tile.k, tile.a_mn),
             matrix(dtype, tile.n, tile.k, tile.b_mn),
-            matrix(cutlass.Float32, tile.m, tile.n, False),
+            matrix(cutlass.Float32, tile.tiles * tile.m, tile.n, False),
             cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True),
             options=f"--enable-tvm-ffi --keep-ptx --gpu-arch sm_100a --dump-dir={folder}",
         )

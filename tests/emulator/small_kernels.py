@@ -14,11 +14,9 @@ import cutlass.cute as cute
 from cutlass.cute.nvgpu import LoadCacheMode, cpasync, warp
 from cutlass.memory import SmemAllocator
 
-ARCH = "sm_90a"
 
-
-def compile_kernel(function: Any, *shapes: tuple[Any, tuple[int, ...]]) -> Any:
-    """cute.compile for row-major tensors of (dtype, shape), for the emulator."""
+def compile_kernel(arch: str, function: Any, *shapes: tuple[Any, tuple[int, ...]]) -> Any:
+    """cute.compile for row-major tensors of (dtype, shape), for the emulator of an architecture."""
     tensors = []
     for dtype, shape in shapes:
         strides = [1]
@@ -32,7 +30,7 @@ def compile_kernel(function: Any, *shapes: tuple[Any, tuple[int, ...]]) -> Any:
             function,
             *tensors,
             cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True),
-            options=f"--enable-tvm-ffi --gpu-arch {ARCH} --keep-ptx --generate-line-info "
+            options=f"--enable-tvm-ffi --gpu-arch {arch} --keep-ptx --generate-line-info "
             f"--dump-dir={folder}",
             no_jit_engine=True,
         )

@@ -277,3 +277,9 @@ def test_permute_funnel_and_logic() -> None:
         assert right.tolist() == [v >> k & 0xFFFFFFFF for v in both]
     assert arithmetic.logic3(a, b, c, 0xE8).tolist() == ((a & b) | (a & c) | (b & c)).tolist()
     assert arithmetic.logic3(a, b, c, 0x96).tolist() == (a ^ b ^ c).tolist()
+
+
+def test_interleaving_takes_from_each_array_in_turn() -> None:
+    rows = arithmetic.interleave(np.arange(3, dtype=np.uint16), np.arange(3, 6, dtype=np.uint16))
+    assert rows.dtype == np.uint16
+    assert rows.tolist() == [[0, 3], [1, 4], [2, 5]]

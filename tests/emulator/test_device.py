@@ -1,5 +1,6 @@
 """`fa4.emulator.run` and `emulate_forward`: arguments, registered memory, reports."""
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -26,9 +27,10 @@ def test_small_kernel_writes_its_output_in_place() -> None:
     assert report.statistics.instructions > 0
 
 
-def test_compiled_function_runs_as_it_is() -> None:
+def test_compiled_function_runs_as_it_is(tmp_path: Path) -> None:
     spec = tiny_spec(constant=5, dtype="int32")
-    compiled = compile_tiny(spec.features, spec.schedule, spec.arch, "--keep-ptx")
+    options = f"--keep-ptx --dump-dir={tmp_path}"
+    compiled = compile_tiny(spec.features, spec.schedule, spec.arch, options)
     x, y = torch.arange(7, dtype=torch.int32), torch.zeros(7, dtype=torch.int32)
     run(compiled, x, y)
     assert torch.equal(y, x + 5)

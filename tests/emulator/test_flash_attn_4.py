@@ -27,7 +27,9 @@ pytestmark = [
 @pytest.mark.parametrize("number", range(len(CASES)), ids=[str(case) for case in CASES])
 @pytest.mark.parametrize("arch", ["sm_90a", "sm_100a"])
 def test_forward_is_right_and_without_races(arch: str, number: int) -> None:
-    run(arch, "forward", number, "races")
+    output = run(arch, "forward", number, "races")
+    if (arch, CASES[number].head_dim) == ("sm_100a", 256):
+        assert "cluster (2, 1, 1)" in output, "no kernel of two CTAs was among them"
 
 
 @pytest.mark.parametrize("number", [0, 1], ids=[str(case) for case in CASES[:2]])
@@ -42,7 +44,7 @@ def test_blackwell_backward_is_right(number: int) -> None:
     run("sm_100a", "backward", number)
 
 
-def run(*arguments: object) -> None:
+def run(*arguments: object) -> str:
     with tempfile.TemporaryDirectory() as folder:
         finished = subprocess.run(
             [sys.executable, "-m", "tests.emulator.flash_attn_4", *map(str, arguments)],
@@ -53,3 +55,4 @@ def run(*arguments: object) -> None:
         )
     assert finished.returncode == 0, finished.stderr[-3000:]
     assert "matches" in finished.stdout
+    return finished.stdout

@@ -116,7 +116,7 @@ def test_lines_and_sources_are_kept() -> None:
     ("body", "message"),
     [
         ("mov.b32 %r1, #;", "PTX line 7: unexpected character '#'"),
-        (".local .b32 x;", "PTX line 7: '.local' is not supported here"),
+        (".global .b32 x;", "PTX line 7: '.global' is not supported here"),
         ("mov.b32 %r1 %r2;", "PTX line 7: expected ',', found '%r2'"),
         ("{ ret;", "The PTX ends inside f"),
     ],

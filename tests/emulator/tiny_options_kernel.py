@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tempfile
 from typing import Any
 
 from fa4.compiler import KernelSpec
@@ -51,9 +52,10 @@ def compile_cluster(shared_bytes: int) -> Any:
     from tests.emulator.tiny_cluster_code import WriteRanks
 
     ranks = cute.runtime.make_fake_tensor(cutlass.Int32, (cute.sym_int(),), (1,), assumed_align=4)
-    return cute.compile(
-        WriteRanks(shared_bytes),
-        ranks,
-        cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True),
-        options="--enable-tvm-ffi --gpu-arch sm_90a --keep-ptx",
-    )
+    with tempfile.TemporaryDirectory() as folder:
+        return cute.compile(
+            WriteRanks(shared_bytes),
+            ranks,
+            cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True),
+            options=f"--enable-tvm-ffi --gpu-arch sm_90a --keep-ptx --dump-dir={folder}",
+        )
