@@ -218,6 +218,23 @@ def _gather(
         raise UnknownInstruction(f"wgmma has no MN-major operands of {operand.value}.")
     steps = (descriptors,) if isinstance(descriptors, int) else descriptors
     first, base, starts = _decode_chain(steps)
+    return gather_chunks(shared, first, base, starts, rows, major_mn, operand, what)
+
+
+def gather_chunks(
+    shared: SharedMemory,
+    first: MatrixDescriptor,
+    base: int,
+    starts: tuple[int, ...],
+    rows: int,
+    major_mn: bool,
+    operand: Operand,
+    what: str,
+) -> Float32s:
+    """Float32 (rows, steps * k) of an operand, one start a step, in `CHUNK`s from ``base`` on.
+
+    The steps share the offsets and the swizzle of ``first``.
+    """
     positions, begin, end = operand_chunks(
         starts,
         first.leading_offset // CHUNK,

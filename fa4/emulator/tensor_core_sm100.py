@@ -38,9 +38,8 @@ from fa4.emulator.swizzle import CHUNK, PERIOD
 from fa4.emulator.tensor_core import (
     MatrixDescriptor,
     Operand,
+    gather_chunks,
     multiply,
-    operand_chunks,
-    require_chunks_written,
 )
 from fa4.emulator.tensor_memory import COLUMN_MASK, LANE_SHIFT, TMEM_LANES, TensorMemory
 
@@ -177,23 +176,8 @@ def gather(
     decoded = [decode_descriptor(bits) for bits in descriptors]
     first = decoded[0]
     base = first.start - first.start % PERIOD
-    positions, begin, end = operand_chunks(
-        tuple((descriptor.start - base) // CHUNK for descriptor in decoded),
-        first.leading_offset // CHUNK,
-        first.stride_offset // CHUNK,
-        first.swizzle,
-        rows,
-        major_mn,
-        operand,
-    )
-    shared.require_range(base + begin, end - begin, what)
-    positions = positions + base // CHUNK
-    if shared.written is not None and not shared.written[base + begin : base + end].all():
-        require_chunks_written(shared, positions, what)
-    raw = shared.chunks.take(positions).view(np.uint8)
-    if not major_mn:
-        return operand.to_f32(raw.reshape(rows, -1))
-    return operand.to_f32(raw.reshape(-1, rows * operand.nbytes)).T
+    starts = tuple((descriptor.start - base) // CHUNK for descriptor in decoded)
+    return gather_chunks(shared, first, base, starts, rows, major_mn, operand, what)
 
 
 def gather_from_tensor_memory(
