@@ -24,7 +24,7 @@ from fa4.dispatch import (
     decide,
     warn_of_fallback,
 )
-from fa4.launch import ForwardLaunch, Lengths
+from fa4.launch import ForwardLaunch, Lengths, result_shapes
 from fa4.problem import DTYPE_NAMES, AttentionProblem, describe_problem
 from fa4.reference import attention_reference
 
@@ -223,11 +223,9 @@ def explain(
         block_table=block_table,
     )
     lengths = Lengths(cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k)
-    options = _Options(softmax_scale, causal, window_size, softcap, backend)
+    options = _Options(softmax_scale, causal, window_size, softcap, backend, arch)
     q, k, v = _autocast(q, k, v) or (q, k, v)
-    if backend == "emulator" and arch is None:
-        arch = EMULATED_ARCH
-    return _decide(q, k, v, lengths, options, sink, out, arch)
+    return _decide(q, k, v, lengths, options, sink, out)
 
 
 class _Options(NamedTuple):
@@ -236,6 +234,7 @@ class _Options(NamedTuple):
     window_size: Window
     softcap: float | None
     backend: str
+    arch: str | None
 
 
 # Ends of the path, by what the walk looks at. Emptied when full: shapes that keep changing cost
@@ -264,10 +263,6 @@ def _attend(
     Every look at a tensor costs a tenth of a microsecond or two here, so the key holds no more
     than it must.
     """
-    if backend == "emulator" or arch is not None:
-        options = _Options(softmax_scale, causal, window_size, softcap, backend)
-        result, lse = _emulate(q, k, v, lengths or Lengths(), options, sink, out, wants_lse, arch)
-        return (result, lse) if wants_lse else result
     launch = key = None
     try:
         key = (
@@ -291,6 +286,7 @@ def _attend(
             window_size,
             softcap,
             backend,
+            arch,
             sink if sink is None else (sink.shape, sink.dtype),
             out if out is None else (out.shape, out.stride(), out.requires_grad),
             lengths and tuple(None if t is None else t.shape for t in lengths),
@@ -306,7 +302,7 @@ def _attend(
             # The compiled function checks what the key leaves out: dtypes of k and v, devices,
             # alignment. The walk has a better message, or another answer, or meets the same error.
             pass
-    options = _Options(softmax_scale, causal, window_size, softcap, backend)
+    options = _Options(softmax_scale, causal, window_size, softcap, backend, arch)
     result, lse = _walk(q, k, v, lengths or Lengths(), options, sink, out, wants_lse, key)
     return (result, lse) if wants_lse else result
 
@@ -322,7 +318,11 @@ def _walk(
     wants_lse: bool,
     key: tuple[Any, ...] | None,
 ) -> tuple[Tensor, Tensor]:
-    """The whole path for one call; keeps its end under ``key``."""
+    """The whole path for one call; keeps its end under ``key`` if that is a launch."""
+    if options.arch is not None and options.backend != "emulator":
+        raise ValueError(
+            f'arch={options.arch!r} is for backend="emulator", not {options.backend!r}.'
+        )
     cast = _autocast(q, k, v)
     if cast is not None:
         # What is launched are copies, so it is not for the key of these tensors.
@@ -330,6 +330,8 @@ def _walk(
     decision = _decide(q, k, v, lengths, options, sink, out)
     if decision.kernel is None:
         return _by_reference(decision, q, k, v, lengths, options, sink, out)
+    if options.backend == "emulator":
+        return _emulate(decision, q, k, v, lengths, sink, out, wants_lse)
     launch = ForwardLaunch(decision.problem, decision.kernel, q)
     if key is not None:
         if len(_launches) >= MAX_LAUNCHES:
@@ -339,23 +341,16 @@ def _walk(
 
 
 def _emulate(
+    decision: Decision,
     q: Tensor,
     k: Tensor,
     v: Tensor,
     lengths: Lengths,
-    options: _Options,
     sink: Tensor | None,
     out: Tensor | None,
     wants_lse: bool,
-    arch: str | None,
 ) -> tuple[Tensor, Tensor]:
-    """The path of a call that a kernel answers on the emulated device."""
-    if options.backend != "emulator":
-        raise ValueError(f'arch={arch!r} is for backend="emulator", not {options.backend!r}.')
-    q, k, v = _autocast(q, k, v) or (q, k, v)
-    decision = _decide(q, k, v, lengths, options, sink, out, arch or EMULATED_ARCH)
-    if decision.kernel is None:
-        return _by_reference(decision, q, k, v, lengths, options, sink, out)
+    """Run the chosen kernel on the emulated device."""
     if q.device.type != "cpu":
         raise ValueError(f'q is on {q.device}; backend="emulator" takes CPU tensors.')
     try:
@@ -406,7 +401,6 @@ def _decide(
     options: _Options,
     sink: Tensor | None,
     out: Tensor | None,
-    arch: str | None = None,
 ) -> Decision:
     """Check the arguments and choose; see `fa4.problem` and `fa4.dispatch`."""
     if options.backend not in BACKENDS:
@@ -429,6 +423,9 @@ def _decide(
     )
     if options.backend == "reference":
         return Decision(problem, "reference", reasons=('backend="reference" was asked for',))
+    arch = options.arch
+    if arch is None and options.backend == "emulator":
+        arch = EMULATED_ARCH
     if arch is None:
         return decide(problem, *architecture_of(q.device))
     return decide(problem, arch, arch)
@@ -465,15 +462,10 @@ def _by_reference(
         )
     else:
         # The answer is known without reading lengths, which would wait for the device.
-        result = q.new_zeros((*q.shape[:-1], problem.head_dim_v))
-        rows, heads = q.shape[-3:-1]
+        out_shape, lse_shape = result_shapes(problem)
+        result = q.new_zeros(out_shape)
         lse_dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
-        lse = torch.full(
-            (heads, rows) if problem.packed_q else (problem.batch, heads, rows),
-            -torch.inf,
-            dtype=lse_dtype,
-            device=q.device,
-        )
+        lse = torch.full(lse_shape, -torch.inf, dtype=lse_dtype, device=q.device)
     if out is None:
         return result, lse
     in_use = _query_rows_in_use(problem, lengths, q.device)

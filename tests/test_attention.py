@@ -1266,3 +1266,27 @@ def test_a_group_is_at_least_one_and_at_most_all_heads(
     )
     pairs = heads_kv * ratio * (1 if packed_q else batch)
     assert 1 <= launch.heads_in_group(problem) <= max(1, pairs)
+
+
+# -- the emulated device -------------------------------------------------------------------------
+
+
+def test_arch_is_refused_with_another_backend_than_the_emulator() -> None:
+    q = torch.randn(1, 4, 1, 16, dtype=BF16)
+    for backend in ("auto", "fa4", "reference"):
+        with pytest.raises(ValueError, match=f"arch='sm_90a' is for .*, not '{backend}'"):
+            fa4.flash_attn_func(q, q, q, backend=backend, arch="sm_90a")
+
+
+def test_the_emulator_refuses_what_the_emulated_architecture_has_no_kernel_for() -> None:
+    q = torch.randn(1, 4, 1, 16, dtype=BF16)
+    with pytest.raises(fa4.UnsupportedProblemError, match="no Blackwell kernel is built yet"):
+        fa4.flash_attn_func(q, q, q, backend="emulator", arch="sm_100a")
+    with pytest.raises(fa4.UnsupportedProblemError, match="dtype fp32 is not one of"):
+        fa4.flash_attn_func(q.float(), q.float(), q.float(), backend="emulator")
+
+
+def test_the_emulator_takes_cpu_tensors_only() -> None:
+    q = torch.empty(1, 4, 1, 16, dtype=BF16, device="meta")
+    with pytest.raises(ValueError, match="q is on meta; .* takes CPU tensors"):
+        fa4.flash_attn_func(q, q, q, backend="emulator")
