@@ -1288,5 +1288,5 @@ def test_the_emulator_refuses_what_the_emulated_architecture_has_no_kernel_for()
 
 def test_the_emulator_takes_cpu_tensors_only() -> None:
     q = torch.empty(1, 4, 1, 16, dtype=BF16, device="meta")
-    with pytest.raises(ValueError, match="q is on meta; .* takes CPU tensors"):
+    with pytest.raises(ValueError, match=r"q is on meta; .* takes CPU tensors"):
         fa4.flash_attn_func(q, q, q, backend="emulator")
