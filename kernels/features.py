@@ -90,3 +90,100 @@ class ForwardFeatures:
             if getattr(self, flag if flag.startswith("packed") else f"has_{flag}"):
                 parts.append(flag.replace("_", ""))
         return "_".join(parts)
+
+
+# In the backward pass the LSE is known, so that no running maximum asks for "scaled".
+BACKWARD_SCORES = ("plain", "softcap")
+
+
+@dataclass(frozen=True)
+class BackwardFeatures:
+    """Compile-time features of the backward kernels; a sink enters them only through the LSE.
+
+    dtype            of q, k, v, the output, and their gradients: "bf16" or "fp16"
+    head_dim         of q and k, rounded up by `head_dim_class`
+    head_dim_v       of v and the output, likewise
+    has_left_bound   rows see nothing left of a bound (window_size[0])
+    has_right_bound  rows see nothing right of a bound (causal, window_size[1])
+    score            one of `BACKWARD_SCORES`
+    packed_q         q, the output and the LSE are packed with cu_seqlens_q
+    packed_k         k and v are packed with cu_seqlens_k
+    has_seqused_q    the used query length of each sequence is read from memory
+    has_seqused_k    likewise for keys
+    """
+
+    dtype: str
+    head_dim: int
+    head_dim_v: int
+    has_left_bound: bool = False
+    has_right_bound: bool = False
+    score: str = "plain"
+    packed_q: bool = False
+    packed_k: bool = False
+    has_seqused_q: bool = False
+    has_seqused_k: bool = False
+
+    def __post_init__(self) -> None:
+        for name, allowed in (
+            ("dtype", DTYPES),
+            ("head_dim", HEAD_DIM_CLASSES),
+            ("head_dim_v", HEAD_DIM_CLASSES),
+            ("score", BACKWARD_SCORES),
+        ):
+            if getattr(self, name) not in allowed:
+                raise ValueError(f"{name}={getattr(self, name)!r} is not one of {allowed}")
+
+    @property
+    def name(self) -> str:
+        """Short identifier for profilers and cache listings, such as ``bf16_d128_right``."""
+        parts = [self.dtype, f"d{self.head_dim}"]
+        if self.head_dim_v != self.head_dim:
+            parts.append(f"dv{self.head_dim_v}")
+        for part, is_there in (
+            ("left", self.has_left_bound),
+            ("right", self.has_right_bound),
+            (self.score, self.score != "plain"),
+            ("packedq", self.packed_q),
+            ("packedk", self.packed_k),
+            ("sequsedq", self.has_seqused_q),
+            ("sequsedk", self.has_seqused_k),
+        ):
+            if is_there:
+                parts.append(part)
+        return "_".join(parts)
+
+
+@dataclass(frozen=True)
+class PrepareFeatures:
+    """Compile-time features of the kernel in front of every backward pass.
+
+    dtype         of the output and its gradient
+    head_dim_v    of those, rounded up by `head_dim_class`
+    has_grad_lse  the LSE has a gradient too
+    the others    as in `BackwardFeatures`
+    """
+
+    dtype: str
+    head_dim_v: int
+    has_grad_lse: bool = False
+    has_right_bound: bool = False
+    packed_q: bool = False
+    packed_k: bool = False
+    has_seqused_q: bool = False
+    has_seqused_k: bool = False
+
+    @property
+    def name(self) -> str:
+        """Short identifier for profilers and cache listings, such as ``bf16_dv128_gradlse``."""
+        parts = [self.dtype, f"dv{self.head_dim_v}"]
+        for part, is_there in (
+            ("gradlse", self.has_grad_lse),
+            ("right", self.has_right_bound),
+            ("packedq", self.packed_q),
+            ("packedk", self.packed_k),
+            ("sequsedq", self.has_seqused_q),
+            ("sequsedk", self.has_seqused_k),
+        ):
+            if is_there:
+                parts.append(part)
+        return "_".join(parts)

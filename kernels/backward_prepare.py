@@ -1,0 +1,211 @@
+"""What the backward kernels need of each query row, worked out before them.
+
+    lse_log2[i] = lse[i] * log2(e)          delta[i] = <grad_out[i], out[i]> - grad_lse[i]
+
+A warp takes a few rows at a time: a row's output and gradient are spread over as many lanes as
+hold them at 16 bytes a lane. No shared memory. The layout of the result, its filling and why it
+has them: `kernels.blocks.row_statistics`. Rows that see no key and rows of padding are not read.
+
+Method: FA2, algorithm 2, line 4 (delta); its LSE term: d lse / d score is the probability.
+"""
+
+from typing import NamedTuple, Optional
+
+import cuda.bindings.driver as cuda
+import cutlass
+import cutlass.cute as cute
+from cutlass import BFloat16, Float16, Float32, Int32, const_expr
+
+from fa4.kernels.blocks import global_view, row_statistics
+from fa4.kernels.blocks.online_softmax import LOG2_E
+from fa4.kernels.blocks.row_range import first_row_with_keys
+from fa4.kernels.blocks.sequence_bounds import sequence_bounds
+from fa4.kernels.blocks.tile_order import find_sequence, num_slots
+from fa4.kernels.features import PrepareFeatures
+from fa4.pipelines.sm90_backward import PrepareSchedule
+
+DTYPES = {"bf16": BFloat16, "fp16": Float16}
+
+
+class Lengths(NamedTuple):
+    """Lengths of the sequences, as in the other kernels."""
+
+    cu_seqlens_q: Optional[cute.Tensor]
+    cu_seqlens_k: Optional[cute.Tensor]
+    seqused_q: Optional[cute.Tensor]
+    seqused_k: Optional[cute.Tensor]
+    rows_q: Int32
+    rows_k: Int32
+    right: Int32
+
+
+class BackwardPrepare:
+    """One compiled kernel: what it can do (features) and how it does it (schedule)."""
+
+    def __init__(self, features: PrepareFeatures, schedule: PrepareSchedule):
+        self.features = features
+        self.schedule = schedule
+        self.dtype = DTYPES[features.dtype]
+
+    @cute.jit
+    def __call__(
+        self,
+        mO: cute.Tensor,
+        mdO: cute.Tensor,
+        mLSE: cute.Tensor,
+        mdLSE: Optional[cute.Tensor],
+        mStatistics: cute.Tensor,
+        mCuQ: Optional[cute.Tensor],
+        mCuK: Optional[cute.Tensor],
+        mUsedQ: Optional[cute.Tensor],
+        mUsedK: Optional[cute.Tensor],
+        rows_k: Int32,
+        right: Int32,
+        stream: cuda.CUstream,
+    ):
+        """Launch the kernel.
+
+        mO, mdO      (batch, rows, heads, dim) or packed (total, heads, dim), unit last stride,
+                     16-byte aligned
+        mLSE, mdLSE  (batch, heads, rows) or packed (heads, total), fp32, any strides
+        mStatistics  (2, batch or 1, heads, blocks * tile_m), fp32, contiguous; written whole
+        mCuQ ...     as in `fa4.kernels.sm90.forward`
+        rows_k       extent of the row mode of k
+        right        right bound, read only by kernels that have one
+        """
+        out, grad_out = global_view.rows_first(mO), global_view.rows_first(mdO)
+        lse = global_view.modes_reversed(mLSE)
+        grad_lse = None
+        if const_expr(mdLSE is not None):
+            grad_lse = global_view.modes_reversed(mdLSE)
+        tile_m = self.schedule.tile_m
+        if const_expr(self.features.packed_q):
+            num_batches = Int32(1)
+            num_blocks = num_slots(out.shape[0], mCuQ.shape[0] - 1, tile_m)
+        else:
+            num_batches = out.shape[3]
+            num_blocks = cute.ceil_div(out.shape[0], tile_m)
+        lengths = Lengths(mCuQ, mCuK, mUsedQ, mUsedK, out.shape[0], rows_k, right)
+        self.kernel.set_name_prefix(
+            f"fa4_backward_prepare_{self.features.name}_{self.schedule.name}",
+            keep_mangled_name=False,
+        )
+        self.kernel(out, grad_out, lse, grad_lse, mStatistics, lengths).launch(
+            grid=(num_blocks * out.shape[2] * num_batches, 1, 1),
+            block=(self.schedule.threads, 1, 1),
+            stream=stream,
+        )
+
+    @cute.kernel
+    def kernel(
+        self,
+        mO: cute.Tensor,
+        mdO: cute.Tensor,
+        mLSE: cute.Tensor,
+        mdLSE: Optional[cute.Tensor],
+        mStatistics: cute.Tensor,
+        lengths: Lengths,
+    ):
+        """A CTA: tile_m rows of one head of one sequence."""
+        features, schedule = self.features, self.schedule
+        tile_m = schedule.tile_m
+        heads = mO.shape[2]
+        num_blocks = mStatistics.shape[3] // tile_m
+        block = cute.arch.block_idx()[0]
+        pair = block // num_blocks
+        block = block - pair * num_blocks
+        entry = pair // heads  # of the workspace and of dense tensors
+        head_idx = pair - entry * heads
+        batch_idx, m_block = entry, block
+        if const_expr(features.packed_q):
+            batch_idx, first_slot = find_sequence(block, lengths.cu_seqlens_q, tile_m)
+            m_block = block - first_slot
+        q = sequence_bounds(batch_idx, lengths.rows_q, lengths.cu_seqlens_q, lengths.seqused_q)
+        k = sequence_bounds(batch_idx, lengths.rows_k, lengths.cu_seqlens_k, lengths.seqused_k)
+        origin = first_row_with_keys(q.length, k.length, lengths.right, features.has_right_bound)
+
+        lanes = schedule.lanes_a_row
+        lane = cute.arch.thread_idx()[0] % lanes
+        first_row = cute.arch.thread_idx()[0] // lanes
+        rows_at_once = schedule.threads // lanes
+        out_vector = cute.make_rmem_tensor(8, self.dtype)
+        grad_vector = cute.make_rmem_tensor(8, self.dtype)
+        for step in cutlass.range_constexpr((tile_m + rows_at_once - 1) // rows_at_once):
+            inside = first_row + step * rows_at_once
+            row = origin + m_block * tile_m + inside
+            is_live = row < q.length
+            if const_expr(tile_m % rows_at_once != 0):
+                is_live = is_live & (inside < tile_m)
+            product = Float32(0.0)
+            if is_live & (lane * 8 < mO.shape[1]):
+                out_row = self.row_of(mO, q.start + row, head_idx, entry)
+                grad_row = self.row_of(mdO, q.start + row, head_idx, entry)
+                cute.autovec_copy(cute.local_tile(out_row, (8,), (lane,)), out_vector)
+                cute.autovec_copy(cute.local_tile(grad_row, (8,), (lane,)), grad_vector)
+                for i in cutlass.range_constexpr(8):
+                    product = product + out_vector[i].to(Float32) * grad_vector[i].to(Float32)
+            delta = cute.arch.warp_reduction_sum(product, threads_in_group=lanes)
+            lse_log2 = Float32.inf
+            if is_live & (lane == 0):
+                lse_log2 = self.row_value(mLSE, q.start + row, head_idx, entry) * LOG2_E
+                if const_expr(features.has_grad_lse):
+                    delta = delta - self.row_value(mdLSE, q.start + row, head_idx, entry)
+            if (lane == 0) & (inside < tile_m):
+                place = block * tile_m + row_statistics.place_of(inside)
+                mStatistics[0, entry, head_idx, place] = lse_log2
+                mStatistics[1, entry, head_idx, place] = delta
+
+    def row_of(self, tensor: cute.Tensor, row: Int32, head_idx: Int32, batch_idx: Int32):
+        """(dim,) of a (rows, dim, heads[, batch]) tensor."""
+        if self.features.packed_q:
+            return tensor[row, None, head_idx]
+        return tensor[row, None, head_idx, batch_idx]
+
+    def row_value(self, tensor: cute.Tensor, row: Int32, head_idx: Int32, batch_idx: Int32):
+        """Element of a (rows, heads[, batch]) tensor."""
+        if self.features.packed_q:
+            return tensor[row, head_idx]
+        return tensor[row, head_idx, batch_idx]
+
+
+def compile_prepare(
+    features: PrepareFeatures, schedule: PrepareSchedule, arch: str, options: str = ""
+):
+    """Compile for any batch, lengths, heads and strides; see `BackwardPrepare.__call__`."""
+    fake = cute.runtime.make_fake_tensor
+    modes = 3 if features.packed_q else 4
+
+    def rows_tensor():
+        shape = tuple(cute.sym_int() for _ in range(modes))
+        stride = (*(cute.sym_int64() for _ in range(modes - 1)), 1)
+        return fake(DTYPES[features.dtype], shape, stride, assumed_align=global_view.TMA_ALIGNMENT)
+
+    def row_values():
+        shape = tuple(cute.sym_int() for _ in range(modes - 1))
+        return fake(Float32, shape, tuple(cute.sym_int64() for _ in range(modes - 1)))
+
+    def vector(present: bool):
+        return fake(Int32, (cute.sym_int(),), (1,)) if present else None
+
+    workspace = fake(
+        Float32,
+        (2, *(cute.sym_int() for _ in range(3))),
+        (*(cute.sym_int64() for _ in range(3)), 1),
+        assumed_align=16,
+    )
+    return cute.compile(
+        BackwardPrepare(features, schedule),
+        rows_tensor(),
+        rows_tensor(),
+        row_values(),
+        row_values() if features.has_grad_lse else None,
+        workspace,
+        vector(features.packed_q),
+        vector(features.packed_k),
+        vector(features.has_seqused_q),
+        vector(features.has_seqused_k),
+        Int32(1),
+        Int32(0),
+        cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True),
+        options=f"--enable-tvm-ffi --gpu-arch {arch} {options}".strip(),
+    )
