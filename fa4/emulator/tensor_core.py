@@ -1,4 +1,4 @@
-"""Tensor cores of sm_90: operands of `wgmma` from shared memory or registers, and its product.
+"""Tensor cores of sm_90: operands of `wgmma` from shared memory or registers, and its accumulator.
 
 A wgmma computes D[64, n] += A[64, k] B[n, k]^T for the four warps of a warpgroup, with rows of
 k = 32 bytes. Operands are gathered as float32, in 16-byte chunks, with index arrays that are kept:
@@ -22,8 +22,7 @@ Registers of lane t of warp w (4 warps of 32 lanes)
        column 8 (r div 4) + 2 (t mod 4) + r mod 2
     A  register r holds 4 bytes of row 16 w + t div 4 + 8 (r mod 2): word t mod 4 + 4 (r div 2)
 
-What is not modelled: the order and the internal precision of the sums. Products are exact and
-summed in float32, and the steps of a chain may be summed before the accumulator is added.
+How products are summed is in tensor_core_sums.py.
 """
 
 import dataclasses
@@ -48,7 +47,6 @@ ROWS = 64  # M of every wgmma
 WARP_ROWS = ROWS // WARPS
 ROW_BYTES = 32  # of K of every wgmma
 MAX_COLUMNS = 256
-ONE_THREAD_WORK = 1 << 18  # multiplications that OpenBLAS does not share between threads
 _SWIZZLE_WIDTH = (0, 128, 64, 32)
 
 
@@ -151,30 +149,6 @@ def a_from_registers(registers: NDArray[np.uint32], operand: Operand) -> Float32
     words = registers.reshape(warps, 8, 4, steps, 2, 2).transpose(0, 5, 1, 3, 4, 2)
     words = np.ascontiguousarray(words).reshape(WARP_ROWS * warps, steps * ROW_BYTES // 4)
     return operand.to_f32(words.view(np.uint8))
-
-
-def accumulate(accumulator: Float32s, a: Float32s, b: Float32s, scale_d: bool = True) -> Float32s:
-    """A B^T, plus the accumulator if ``scale_d``; both accumulators in register order."""
-    result = to_registers(multiply(a, b))
-    if scale_d:
-        with np.errstate(all="ignore"):
-            result += accumulator
-    return result
-
-
-def multiply(a: Float32s, b: Float32s) -> Float32s:
-    """A B^T of (rows, k) and (n, k): (rows, n). Any rows of a wgmma, any number of steps."""
-    rows, k = a.shape
-    n = len(b)
-    product = np.empty((rows, n), np.float32)
-    # OpenBLAS hands larger products to threads, and waiting for those on a busy machine cost 2 ms
-    # a product instead of 0.05.
-    step = max(8, ONE_THREAD_WORK // (rows * k))
-    with np.errstate(all="ignore"):
-        for first in range(0, n, step):
-            columns = slice(first, first + step)
-            np.matmul(a, b[columns].T, out=product[:, columns])
-    return product
 
 
 def to_registers(matrix: Float32s) -> Float32s:

@@ -39,8 +39,8 @@ from fa4.emulator.tensor_core import (
     MatrixDescriptor,
     Operand,
     gather_chunks,
-    multiply,
 )
+from fa4.emulator.tensor_core_sums import add_steps, step_products
 from fa4.emulator.tensor_memory import COLUMN_MASK, LANE_SHIFT, TMEM_LANES, TensorMemory
 
 Array = np.ndarray[Any, Any]
@@ -201,19 +201,16 @@ def add_product(
     a     (rows of the CTA, k)
     b     (n, k)
     """
-    product = multiply(b, a)
-    sign = shape.a_sign * shape.b_sign
-    if sign < 0:
-        product = -product
+    products = step_products(b, a, shape.a.k)
+    if shape.a_sign * shape.b_sign < 0:
+        products = -products
     half = shape.columns
     if shape.splits_columns:
-        product = np.concatenate((product[:half], product[half:]), axis=1)
+        products = np.concatenate((products[:, :half], products[:, half:]), axis=2)
     lanes = _d_lanes(shape, address >> LANE_SHIFT)
     column = address & COLUMN_MASK
-    if adds:
-        old = memory.read(column, half, lanes, "tcgen05.mma, of D,").view(np.float32)
-        product = product + old
-    memory.write(column, lanes, product.view(np.uint32), "tcgen05.mma")
+    old = memory.read(column, half, lanes, "tcgen05.mma, of D,").view(np.float32) if adds else None
+    memory.write(column, lanes, add_steps(old, products).view(np.uint32), "tcgen05.mma")
 
 
 def _d_lanes(shape: MmaShape, first: int) -> slice | Array:

@@ -2,9 +2,9 @@
 
 The instruction belongs to the warpgroup: the first warp that reaches it reads shared memory for all
 four, because another may release the operands' stage before the last one gets there. Instructions
-in a row on one accumulator come as one chain, multiplied as one with a longer K.
+in a row on one accumulator come as one chain.
 
-Operand layouts and descriptors are tensor_core.py's.
+Operand layouts and descriptors are tensor_core.py's, sums are tensor_core_sums.py's.
 """
 
 from __future__ import annotations
@@ -18,14 +18,16 @@ import numpy as np
 from fa4.emulator.errors import BarrierMisuse
 from fa4.emulator.memory import SharedMemory
 from fa4.emulator.tensor_core import (
+    WARP_ROWS,
     WARPS,
     Operand,
     a_from_registers,
+    from_registers,
     gather_a,
     gather_b,
-    multiply,
     to_registers,
 )
+from fa4.emulator.tensor_core_sums import add_steps, step_products
 
 Array = np.ndarray[Any, Any]
 
@@ -48,7 +50,7 @@ class _Issued:
     shape: MmaShape
     descriptors: tuple[tuple[int | None, int], ...]
     b: Array  # (n, k), kept while A comes from registers
-    product: Array | None  # (4 warps, n / 2 registers, 32 lanes) when A is in shared memory
+    products: Array | None  # (steps, 64, n) when A is in shared memory
     warps_left: int = WARPS
 
 
@@ -90,13 +92,15 @@ class WarpgroupMma:
         issued.warps_left -= 1
         if issued.warps_left == 0:
             del self.issued[number]
-        if issued.product is not None:
-            product = issued.product[warp]
+        if issued.products is not None:
+            rows = slice(WARP_ROWS * warp, WARP_ROWS * (warp + 1))
+            products = issued.products[:, rows]
         else:
             registers = np.stack([register for four, _, _ in steps for register in four], axis=1)
             a = a_from_registers(registers[None], Operand(shape.a_kind))
-            product = _by_register(multiply(a, issued.b))[0]
-        return product + start if adds else product
+            products = step_products(a, issued.b, Operand(shape.b_kind).k)
+        accumulator = from_registers(np.asarray(start).T[None]) if adds else None
+        return to_registers(add_steps(accumulator, products))[0].T
 
     def _issue(self, shape: MmaShape, descriptors: tuple[tuple[int | None, int], ...]) -> _Issued:
         b = gather_b(
@@ -114,9 +118,4 @@ class WarpgroupMma:
             major_mn=shape.a_transposed,
             operand=Operand(shape.a_kind),
         )
-        return _Issued(shape, descriptors, b, _by_register(multiply(a, b)))
-
-
-def _by_register(rows: Array) -> Array:
-    """Rows of an accumulator as (warps, n / 2 registers, 32 lanes)."""
-    return to_registers(rows).transpose(0, 2, 1)
+        return _Issued(shape, descriptors, b, step_products(a, b, Operand(shape.b_kind).k))

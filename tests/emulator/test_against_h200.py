@@ -8,11 +8,11 @@ import torch
 
 from tests.emulator.h200_record import CASES, RECORD, Case, attend, bits, tensor_of
 
-# Hardware's ex2 and its matrix units' sums are approximations that are not modelled. They show
-# where they turn a rounding: of P now and then, and of the output; in fp16, with three mantissa
-# bits more, more often.
-EQUAL_SHARE = {"bf16": 0.99, "fp16": 0.97}
-FARTHER_SHARE = {"bf16": 1e-3, "fp16": 1e-2}  # more than a rounding of the output itself away
+# Hardware's ex2, and what its matrix units drop before they add, are not modelled. They show where
+# they turn a rounding: of P now and then, and of the output; in fp16, with three mantissa bits
+# more, more often.
+EQUAL_SHARE = {"bf16": 0.9995, "fp16": 0.99}
+FARTHER_SHARE = {"bf16": 2e-4, "fp16": 2e-3}  # more than a rounding of the output itself away
 
 
 def one_rounding(values: torch.Tensor) -> torch.Tensor:
@@ -38,12 +38,9 @@ def answers() -> list[tuple[Case, torch.Tensor, torch.Tensor, torch.Tensor, torc
 
 
 def test_nearly_all_outputs_are_the_bits_of_an_h200(answers) -> None:
-    equal = []
     for case, expected, _, out, _ in answers:
         same = bits(out) == bits(expected)
         assert same.mean() >= EQUAL_SHARE[case.dtype], case.name
-        equal.append(same.ravel())
-    assert np.concatenate(equal).mean() >= 0.99
 
 
 def test_the_other_outputs_are_a_rounding_away(answers) -> None:
@@ -61,7 +58,7 @@ def test_lses_agree_to_fp32_rounding(answers) -> None:
     for case, _, expected, _, lse in answers:
         assert torch.equal(lse.isneginf(), expected.isneginf()), case.name
         seen = ~expected.isneginf()
-        assert (lse[seen] - expected[seen]).abs().max() < 5e-6, case.name
+        assert (lse[seen] - expected[seen]).abs().max() < 2e-6, case.name
 
 
 def test_the_record_says_where_it_comes_from() -> None:

@@ -13,12 +13,10 @@ from fa4.emulator.memory import GlobalMemory, SharedMemory
 from fa4.emulator.tensor_core import (
     Operand,
     a_from_registers,
-    accumulate,
     decode_descriptor,
     from_registers,
     gather_a,
     gather_b,
-    multiply,
     to_registers,
 )
 from fa4.emulator.tensor_map import ElementType, TensorMap, load_tile
@@ -251,12 +249,3 @@ def test_probabilities_in_accumulator_order_are_the_next_a_operand():
     registers = bf16_bits(np.ascontiguousarray(to_registers(scores))).astype(np.uint32)
     packed = registers[:, :, 0::2] | registers[:, :, 1::2] << 16
     assert (a_from_registers(packed, Operand.BF16) == scores).all()
-
-
-def test_accumulate_adds_or_starts_over():
-    a, b, d = small_integers((64, 16), 1), small_integers((72, 16), 2), small_integers((64, 72), 3)
-    product = (a.astype(int) @ b.T.astype(int)).astype(np.float32)
-    assert (from_registers(accumulate(to_registers(d), a, b)) == product + d).all()
-    nans = np.full((4, 32, 36), np.nan, np.float32)
-    assert (from_registers(accumulate(nans, a, b, scale_d=False)) == product).all()
-    assert (multiply(a, b) == product).all()
