@@ -6,6 +6,7 @@ Importing needs no GPU, no driver and no compiler. See `flash_attn_func` for the
 `explain` for which kernel answers a call, and ``python -m fa4`` for the command line.
 """
 
+import fa4.ops  # makes torch.ops.fa4
 from fa4.attention import explain, flash_attn_func, flash_attn_varlen_func
 from fa4.checked_mode import checked
 from fa4.dispatch import Decision, FallbackWarning, UnsupportedProblemError

@@ -4,18 +4,24 @@
               -> kernel (fa4.compiler) -> launch (fa4.launch), or the reference (fa4.reference)
 
 The path is walked once for each combination of shapes, strides, dtypes and options; later calls
-find its end in a table, so that an inference call costs a few microseconds of host time.
+find its end in a table, so that an inference call costs a few microseconds of host time. Calls
+that want gradients become a node of autograd's graph (fa4.autograd) at its end. Calls that torch
+traces instead of running (torch.compile, fake tensors, dispatch modes) become one of the operators
+of fa4.ops, which take the path when the traced program runs.
 """
 
 from __future__ import annotations
 
+import functools
 import operator
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
+from torch.compiler import is_dynamo_compiling
 
+from fa4.autograd import BackwardOptions, Forward, differentiable
 from fa4.checked_mode import check_varlen, is_checked
 from fa4.dispatch import (
     Decision,
@@ -27,6 +33,9 @@ from fa4.dispatch import (
 from fa4.launch import ForwardLaunch, Lengths, result_shapes
 from fa4.problem import DTYPE_NAMES, AttentionProblem, describe_problem
 from fa4.reference import attention_reference
+
+# Dispatch modes that are active, such as fake tensors, flop counters, selective checkpointing.
+_num_dispatch_modes = torch._C._len_torch_dispatch_stack
 
 BACKENDS = ("auto", "fa4", "reference", "emulator")
 EMULATED_ARCH = "sm_90a"  # by default
@@ -67,11 +76,12 @@ def flash_attn_func(
     softcap         positive: scores x become softcap * tanh(x / softcap); 0 or None: off
     sink            (heads_q,) learnable logits that join the softmax denominator and the LSE;
                     neither scaled nor capped
-    deterministic   equal bits in every run; the forward pass always has them
+    deterministic   equal bits in every run, gradients too; the forward pass always has them. So
+                    does torch.use_deterministic_algorithms
     return_lse      also return lse (batch, heads_q, seqlen_q): log of the softmax denominator,
                     natural, fp32 (fp64 for fp64 inputs)
     out             (batch, seqlen_q, heads_q, head_dim_v) written in place and returned; it must
-                    not overlap k or v
+                    not overlap k or v. Refused where gradients are wanted
     backend         "auto": the kernel for this problem, or the PyTorch reference with one warning
                     that says why; "fa4": the kernel, or UnsupportedProblemError with the reasons;
                     "reference": the reference; "emulator": the kernel of ``arch``, executed on
@@ -81,7 +91,9 @@ def flash_attn_func(
                     the defaults are accepted
 
     A row that sees no key has output 0 and LSE -inf. Keys and values that no query sees are never
-    read. Raises TypeError or ValueError, before any launch, naming the argument at fault.
+    read. Differentiable once in q, k, v and sink, through out and lse; NotImplementedError for a
+    second time. Under torch.compile and other tracers the call is an operator of `fa4.ops`.
+    Raises TypeError or ValueError, before any launch, naming the argument at fault.
     Method: Dao 2023 (FlashAttention-2); on Hopper Shah et al. 2024 (FlashAttention-3).
     """
     if dropout_p != 0.0 or alibi_slopes is not None or return_attn_probs:
@@ -100,6 +112,7 @@ def flash_attn_func(
         backend,
         arch,
         return_lse,
+        deterministic,
     )
 
 
@@ -160,7 +173,8 @@ def flash_attn_varlen_func(
             block_table=block_table,
         )
     lengths = Lengths(cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k)
-    if is_checked():
+    # Contents of lengths that are traced can only be checked when the traced program runs.
+    if not is_traced(q) and is_checked():
         check_varlen(
             q=q,
             k=k,
@@ -182,6 +196,9 @@ def flash_attn_varlen_func(
         backend,
         arch,
         return_lse,
+        deterministic,
+        max_seqlen_q,
+        max_seqlen_k,
     )
 
 
@@ -223,7 +240,7 @@ def explain(
         block_table=block_table,
     )
     lengths = Lengths(cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k)
-    options = _Options(softmax_scale, causal, window_size, softcap, backend, arch)
+    options = _Options(softmax_scale, causal, window_size, softcap, backend, arch, deterministic)
     q, k, v = _autocast(q, k, v) or (q, k, v)
     return _decide(q, k, v, lengths, options, sink, out)
 
@@ -235,6 +252,7 @@ class _Options(NamedTuple):
     softcap: float | None
     backend: str
     arch: str | None
+    deterministic: bool
 
 
 # Ends of the path, by what the walk looks at. Emptied when full: shapes that keep changing cost
@@ -257,14 +275,32 @@ def _attend(
     backend: str,
     arch: str | None,
     wants_lse: bool,
+    deterministic: bool,
+    max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Answer a call: by a launch that is known already, else by walking the path.
 
     Every look at a tensor costs a tenth of a microsecond or two here, so the key holds no more
     than it must.
     """
+    # `is_traced` written out, which saves its call.
+    if is_dynamo_compiling() or (type(q) is not Tensor and is_traced(q)) or _num_dispatch_modes():
+        options = _Options(
+            softmax_scale, causal, window_size, softcap, backend, arch, deterministic
+        )
+        bounds = (max_seqlen_q, max_seqlen_k)
+        result, lse = _by_operator(q, k, v, lengths or Lengths(), bounds, options, sink, out)
+        return (result, lse) if wants_lse else result
     launch = key = None
+    needs_grad = False
     try:
+        needs_grad = torch.is_grad_enabled() and (
+            q.requires_grad
+            or k.requires_grad
+            or v.requires_grad
+            or (sink is not None and sink.requires_grad)
+        )
         key = (
             q.shape,
             k.shape,
@@ -274,13 +310,7 @@ def _attend(
             else (q.stride(), k.stride(), v.stride()),
             q.dtype,
             q.device,
-            torch.is_grad_enabled()
-            and (
-                q.requires_grad
-                or k.requires_grad
-                or v.requires_grad
-                or (sink is not None and sink.requires_grad)
-            ),
+            needs_grad,
             softmax_scale,
             causal,
             window_size,
@@ -296,13 +326,19 @@ def _attend(
         pass  # something is no tensor, or a window is a list: the walk sees to it
     if launch is not None:
         try:
-            result, lse = launch(q, k, v, lengths, sink, out, wants_lse)
+            if needs_grad:
+                backward = BackwardOptions(deterministic, backend, arch)
+                result, lse = differentiable(
+                    launch, launch.problem, backward, q, k, v, lengths, sink
+                )
+            else:
+                result, lse = launch(q, k, v, lengths, sink, out, wants_lse)
             return (result, lse) if wants_lse else result
         except (TypeError, ValueError, RuntimeError):
             # The compiled function checks what the key leaves out: dtypes of k and v, devices,
             # alignment. The walk has a better message, or another answer, or meets the same error.
             pass
-    options = _Options(softmax_scale, causal, window_size, softcap, backend, arch)
+    options = _Options(softmax_scale, causal, window_size, softcap, backend, arch, deterministic)
     result, lse = _walk(q, k, v, lengths or Lengths(), options, sink, out, wants_lse, key)
     return (result, lse) if wants_lse else result
 
@@ -330,14 +366,138 @@ def _walk(
     decision = _decide(q, k, v, lengths, options, sink, out)
     if decision.kernel is None:
         return _by_reference(decision, q, k, v, lengths, options, sink, out)
+    forward: Forward
     if options.backend == "emulator":
-        return _emulate(decision, q, k, v, lengths, sink, out, wants_lse)
-    launch = ForwardLaunch(decision.problem, decision.kernel, q)
-    if key is not None:
-        if len(_launches) >= MAX_LAUNCHES:
-            _launches.clear()
-        _launches[key] = launch
-    return launch(q, k, v, lengths, sink, out, wants_lse)
+        forward = functools.partial(_emulate, decision)
+    else:
+        forward = ForwardLaunch(decision.problem, decision.kernel, q)
+        if key is not None:
+            if len(_launches) >= MAX_LAUNCHES:
+                _launches.clear()
+            _launches[key] = forward
+    if decision.problem.needs_grad:
+        backward = BackwardOptions(options.deterministic, options.backend, options.arch)
+        return differentiable(forward, decision.problem, backward, q, k, v, lengths, sink)
+    return forward(q, k, v, lengths, sink, out, wants_lse)
+
+
+def is_traced(q: Tensor) -> bool:
+    """Whether torch records what happens to a tensor instead of, or beside, doing it."""
+    return (
+        is_dynamo_compiling()
+        or (isinstance(q, Tensor) and type(q).__torch_dispatch__ != Tensor.__torch_dispatch__)
+        or _num_dispatch_modes() > 0
+    )
+
+
+def _by_operator(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    lengths: Lengths,
+    max_seqlens: tuple[int | None, int | None],
+    options: _Options,
+    sink: Tensor | None,
+    out: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    """Leave the call to an operator of `fa4.ops`, which a tracer can write down."""
+    q, k, v = _autocast(q, k, v) or (q, k, v)
+    left, right = options.window_size
+    arguments = (
+        *lengths,
+        *max_seqlens,
+        sink,
+        options.softmax_scale,
+        options.causal,
+        -1 if left is None else left,
+        -1 if right is None else right,
+        options.softcap or 0.0,
+        options.deterministic,
+        options.backend,
+        options.arch,
+    )
+    if out is None:
+        return torch.ops.fa4.attention_forward(q, k, v, *arguments)
+    if _wants_grad(q, k, v, sink):
+        _refuse_out()
+    return out, torch.ops.fa4.attention_forward_out(out, q, k, v, *arguments)
+
+
+def answer_operator(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    lengths: Lengths,
+    out: Tensor | None,
+    sink: Tensor | None = None,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_left: int = -1,
+    window_right: int = -1,
+    softcap: float = 0.0,
+    deterministic: bool = False,
+    backend: str = "auto",
+    arch: str | None = None,
+) -> tuple[Tensor, Tensor]:
+    """(out, lse) for an operator of `fa4.ops` that runs; the operator sees to gradients."""
+    result = _attend(
+        q,
+        k,
+        v,
+        lengths if any(t is not None for t in lengths) else None,
+        softmax_scale,
+        causal,
+        (window_left, window_right),
+        softcap,
+        sink,
+        out,
+        backend,
+        arch,
+        True,
+        deterministic,
+    )
+    assert isinstance(result, tuple)
+    return result
+
+
+def problem_of_operator(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    lengths: Lengths,
+    sink: Tensor | None,
+    softmax_scale: float | None,
+    causal: bool,
+    window_size: tuple[int, int],
+    softcap: float,
+) -> AttentionProblem:
+    """The problem whose gradients an operator of `fa4.ops` computes."""
+    return describe_problem(
+        q,
+        k,
+        v,
+        softmax_scale=softmax_scale,
+        causal=causal,
+        window_size=window_size,
+        softcap=softcap,
+        sink=sink,
+        out=None,
+        needs_grad=True,
+        **lengths._asdict(),
+    )
+
+
+def _wants_grad(*inputs: Tensor | None) -> bool:
+    return torch.is_grad_enabled() and any(
+        isinstance(t, Tensor) and t.requires_grad for t in inputs
+    )
+
+
+def _refuse_out() -> NoReturn:
+    raise ValueError(
+        "out is given, and gradients are asked for: an output written in place has none. "
+        "Call without out, or inside torch.no_grad()."
+    )
 
 
 def _emulate(
@@ -407,7 +567,6 @@ def _decide(
         raise ValueError(
             f"backend={options.backend!r} is not one of {', '.join(map(repr, BACKENDS))}."
         )
-    inputs = [t for t in (q, k, v, sink) if isinstance(t, Tensor)]
     problem = describe_problem(
         q,
         k,
@@ -418,9 +577,11 @@ def _decide(
         softcap=options.softcap,
         sink=sink,
         out=out,
-        needs_grad=torch.is_grad_enabled() and any(t.requires_grad for t in inputs),
+        needs_grad=_wants_grad(q, k, v, sink),
         **lengths._asdict(),
     )
+    if problem.needs_grad and out is not None:
+        _refuse_out()
     if options.backend == "reference":
         return Decision(problem, "reference", reasons=('backend="reference" was asked for',))
     arch = options.arch

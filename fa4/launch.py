@@ -38,6 +38,7 @@ class ForwardLaunch:
 
     def __init__(self, problem: AttentionProblem, spec: KernelSpec, q: Tensor):
         self.kernel = get_kernel(spec)
+        self.problem = problem
         self.device = q.device
         # Asking for the current device costs most of a microsecond.
         self.may_be_elsewhere = torch.cuda.device_count() > 1

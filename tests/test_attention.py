@@ -1,8 +1,7 @@
 """The public functions: what their options do, and what a call does on its way to a kernel.
 
-The second half pretends that the CPU is a Hopper GPU: `FakeKernel` stands for compiled code, takes
-its arguments in the kernel's order, refuses what TVM-FFI would refuse, and computes the answer from
-nothing but what it was given. So these tests judge everything between the call and the launch.
+The second half pretends that the CPU is a Hopper GPU (tests/pretended_hopper.py): these tests judge
+everything between the call and the launch.
 """
 
 import ast
@@ -25,12 +24,14 @@ from torch import Tensor
 
 import fa4
 from fa4 import attention, dispatch, launch
-from fa4.compiler import KernelSpec
 from fa4.kernels.features import ForwardFeatures
 from fa4.problem import AttentionProblem
 from fa4.reference import attention_reference
 from tests import oracle
 from tests.oracle import Case
+from tests.pretended_hopper import KERNEL_ARGUMENTS, FakeKernel, Hopper, hopper, training_hopper
+
+__all__ = ["hopper", "training_hopper"]  # fixtures
 
 BF16, FP16 = torch.bfloat16, torch.float16
 REPOSITORY = Path(__file__).resolve().parent.parent
@@ -602,15 +603,6 @@ def test_explain_checks_arguments_as_a_call_does() -> None:
 
 # -- a machine with a pretended Hopper -----------------------------------------------------------
 
-# Arguments of a compiled kernel, in their order. They are held against the kernel's source below,
-# and against a compiled function by tests/test_kernel_code.py.
-KERNEL_ARGUMENTS = (
-    *("q", "k", "v", "out", "lse"),
-    *("cu_seqlens_q", "cu_seqlens_k", "seqused_q", "seqused_k", "sink"),
-    *("softmax_scale", "softcap", "left", "right", "heads_in_group", "max_ctas"),
-    *("fills_padding", "stores_lse"),
-)
-
 # What the kernel calls its tensors.
 TENSOR_NAMES = {
     "mQ": "q",
@@ -624,159 +616,6 @@ TENSOR_NAMES = {
     "mUsedQ": "seqused_q",
     "mUsedK": "seqused_k",
 }
-
-
-@dataclasses.dataclass
-class FakeKernel:
-    """What `get_kernel` gives for a specialisation; calls are recorded in `calls`."""
-
-    spec: KernelSpec
-    calls: list[tuple["FakeKernel", dict[str, Any]]]
-
-    def __call__(self, *arguments: Any) -> None:
-        given_arguments = dict(zip(KERNEL_ARGUMENTS, arguments, strict=True))
-        self.check(given_arguments)
-        self.calls.append((self, given_arguments))
-        self.compute(**given_arguments)
-
-    @property
-    def features(self) -> ForwardFeatures:
-        assert isinstance(self.spec.features, ForwardFeatures)
-        return self.spec.features
-
-    def check(self, arguments: dict[str, Any]) -> None:
-        """Refuse what a TVM-FFI function refuses: types, ranks, strides and alignment."""
-        features = self.features
-        names = {"bf16": BF16, "fp16": FP16, "fp32": torch.float32}
-        modes_q, modes_k = 4 - features.packed_q, 4 - features.packed_k
-        fp32, int32 = torch.float32, torch.int32
-        dtype = names[features.dtype]
-        expected = {
-            "q": (dtype, modes_q, True),
-            "k": (dtype, modes_k, True),
-            "v": (dtype, modes_k, True),
-            "out": (dtype, modes_q, True),
-            "lse": (fp32, modes_q - 1, True),
-            "cu_seqlens_q": (int32, 1, features.packed_q),
-            "cu_seqlens_k": (int32, 1, features.packed_k),
-            "seqused_q": (int32, 1, features.has_seqused_q),
-            "seqused_k": (int32, 1, features.has_seqused_k),
-            "sink": (names.get(features.sink_dtype or ""), 1, features.sink_dtype is not None),
-        }
-        for name, (element, modes, is_present) in expected.items():
-            tensor = arguments[name]
-            if not is_present:
-                if tensor is not None:
-                    raise TypeError(f"Mismatched type on argument {name}, expected None")
-                continue
-            if not isinstance(tensor, Tensor) or tensor.dtype != element:
-                raise TypeError(f"Mismatched type on argument {name}")
-            if tensor.dim() != modes:
-                raise ValueError(f"Mismatched rank on argument {name}")
-            if tensor.stride(-1) != 1 and tensor.shape[-1] > 1:
-                raise ValueError(f"Mismatched stride on argument {name}")
-            if name in ("q", "k", "v", "out") and tensor.data_ptr() % 16:
-                raise ValueError(f"Misaligned Tensor data on argument {name}")
-        for name in KERNEL_ARGUMENTS[10:12]:
-            assert type(arguments[name]) is float, name
-        for name in KERNEL_ARGUMENTS[12:]:
-            assert type(arguments[name]) is int, name
-
-    def compute(
-        self,
-        *,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        sink: Tensor | None,
-        softmax_scale: float,
-        softcap: float,
-        left: int,
-        right: int,
-        fills_padding: int,
-        stores_lse: int,
-        heads_in_group: int,
-        max_ctas: int,
-        **lengths: Tensor | None,
-    ) -> None:
-        features = self.features
-        assert heads_in_group >= 1
-        assert max_ctas >= 1
-        assert features.score != "plain" or (softmax_scale > 0 and softcap == 0)
-        with torch.no_grad():
-            answer, answer_lse = attention_reference(
-                q,
-                k,
-                v,
-                softmax_scale=softmax_scale,
-                window_size=(
-                    left if features.has_left_bound else None,
-                    right if features.has_right_bound else None,
-                ),
-                softcap=softcap if features.score == "softcap" else 0.0,
-                sink=sink,
-                **lengths,
-            )
-            padding = self.padding_rows(q, lengths)
-            if not fills_padding:
-                answer = torch.where(padding[..., None, None], out, answer)
-            out.copy_(answer)
-            if stores_lse:
-                lse.copy_(answer_lse)
-
-    @staticmethod
-    def padding_rows(q: Tensor, lengths: dict[str, Tensor | None]) -> Tensor:
-        """Rows of q that are in use by no sequence, found with loops."""
-        padding = torch.ones(q.shape[:-2], dtype=torch.bool)
-        cu_seqlens, seqused = lengths["cu_seqlens_q"], lengths["seqused_q"]
-        if cu_seqlens is None:
-            for b in range(q.shape[0]):
-                padding[b, : q.shape[1] if seqused is None else seqused[b]] = False
-            return padding
-        for b, (start, end) in enumerate(itertools.pairwise(cu_seqlens.tolist())):
-            padding[start : end if seqused is None else start + int(seqused[b])] = False
-        return padding
-
-
-@dataclasses.dataclass
-class Hopper:
-    """The pretended machine: launches, kernels asked for, and how often the path was walked."""
-
-    calls: list[tuple[FakeKernel, dict[str, Any]]] = dataclasses.field(default_factory=list)
-    specs: list[KernelSpec] = dataclasses.field(default_factory=list)
-    walks: int = 0
-
-    @property
-    def arguments(self) -> dict[str, Any]:
-        """Of the last launch."""
-        return self.calls[-1][1]
-
-
-@pytest.fixture
-def hopper(monkeypatch: pytest.MonkeyPatch) -> Hopper:
-    machine = Hopper()
-
-    def get_kernel(spec: KernelSpec) -> FakeKernel:
-        machine.specs.append(spec)
-        return FakeKernel(spec, machine.calls)
-
-    original = attention.describe_problem
-
-    def describe_problem(*arguments: Any, **options: Any) -> AttentionProblem:
-        machine.walks += 1
-        return original(*arguments, **options)
-
-    monkeypatch.setattr(attention, "architecture_of", lambda device: ("sm_90a", "a faked Hopper"))
-    monkeypatch.setattr(attention, "describe_problem", describe_problem)
-    monkeypatch.setattr(launch, "get_kernel", get_kernel)
-    monkeypatch.setattr(launch, "multiprocessor_count", lambda device: 132)
-    # The CPU is the GPU here, for autocast as well.
-    is_enabled, get_dtype = torch.is_autocast_enabled, torch.get_autocast_dtype
-    monkeypatch.setattr(torch, "is_autocast_enabled", lambda device_type="cpu": is_enabled("cpu"))
-    monkeypatch.setattr(torch, "get_autocast_dtype", lambda device_type: get_dtype("cpu"))
-    return machine
 
 
 def test_arguments_of_a_launch_are_those_of_the_kernel_in_its_order() -> None:
@@ -1138,26 +977,44 @@ def test_an_error_that_nothing_explains_stands(
 
 
 @pytest.mark.parametrize("leaf", ["q", "k", "v", "sink"])
-def test_a_gradient_that_is_asked_for_later_is_not_lost(hopper: Hopper, leaf: str) -> None:
+def test_a_gradient_that_is_asked_for_later_is_not_lost(training_hopper: Hopper, leaf: str) -> None:
     """Evaluation first, then training with the same tensors."""
     q, k, v = dense_inputs(BF16)
     tensors = {"q": q, "k": k, "v": v, "sink": randn(4)}
     tensors[leaf].requires_grad_()
-    with torch.no_grad():
-        assert not fa4.flash_attn_func(**tensors).requires_grad
-    assert len(hopper.calls) == 1
-    with pytest.warns(fa4.FallbackWarning, match="gradients are asked for"):
+    for attempt in range(2):
+        with torch.no_grad():
+            assert not fa4.flash_attn_func(**tensors).requires_grad
         out = fa4.flash_attn_func(**tensors)
+        tensors[leaf].grad = None
+        out.float().sum().backward()
+        gradient = tensors[leaf].grad
+        assert gradient is not None
+        assert gradient.abs().sum() > 0
+        assert len(training_hopper.calls) == 2 * attempt + 2
+    assert training_hopper.walks == 2
+
+
+def test_a_gradient_without_a_kernel_for_it_is_the_references(
+    hopper: Hopper, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def decide(problem: AttentionProblem, *machine: str) -> fa4.Decision:
+        if problem.needs_grad:
+            return fa4.Decision(problem, "reference", reasons=("gradients are asked for",))
+        return dispatch.decide(problem, *machine)
+
+    monkeypatch.setattr(attention, "decide", decide)
+    q, k, v = dense_inputs(BF16)
+    fa4.flash_attn_func(q, k, v)
+    q.requires_grad_()
+    with pytest.warns(fa4.FallbackWarning, match="gradients are asked for"):
+        out = fa4.flash_attn_func(q, k, v)
     out.float().sum().backward()
-    gradient = tensors[leaf].grad
-    assert gradient is not None
-    assert gradient.abs().sum() > 0
+    assert q.grad is not None
+    assert q.grad.abs().sum() > 0
     with pytest.raises(fa4.UnsupportedProblemError, match="gradients are asked for"):
-        fa4.flash_attn_func(**tensors, backend="fa4")
-    # And back again.
-    with torch.no_grad():
-        fa4.flash_attn_func(**tensors)
-    assert len(hopper.calls) == 2
+        fa4.flash_attn_func(q, k, v, backend="fa4")
+    assert len(hopper.calls) == 1
 
 
 def test_c95_a_launch_is_not_taken_for_the_copies_that_autocast_makes(hopper: Hopper) -> None:
