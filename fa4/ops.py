@@ -228,11 +228,12 @@ def _keep(ctx: Any, inputs: Sequence[Any], output: tuple[Tensor, Tensor]) -> Non
 def _backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -> tuple[Any, ...]:
     found: list[Tensor | None] = [None] * ctx.fa4_num_inputs
     if grad_out is not None or grad_lse is not None:
+        kept = ctx.saved_tensors  # checkpointing lets them be read once
         dq, dk, dv, dsink = torch.ops.fa4.attention_backward(
-            grad_out, grad_lse, *ctx.saved_tensors, *ctx.fa4_options
+            grad_out, grad_lse, *kept, *ctx.fa4_options
         )
         found[:3] = dq, dk, dv
-        if ctx.saved_tensors[-1] is not None:
+        if kept[-1] is not None:
             found[_SINK_AT] = dsink
     return tuple(found)
 
