@@ -55,7 +55,7 @@ class AsyncCopies:
         if not mask.any():
             return
         action = functools.partial(self._copy, where, source, nbytes, used, mask)
-        copy = self.warp._defer(action, self.warp._calling_line())
+        copy = self.warp.defer(action, self.warp.calling_line())
         for queue in self.queues:
             if (queue.lanes & mask).any():
                 queue.open.append(copy)
@@ -94,13 +94,13 @@ class AsyncCopies:
                     added to what the phase waits for
         """
         for lane in np.flatnonzero(mask):
-            barrier = self.warp._mbarrier(int(where[lane]))
+            barrier = self.warp.mbarrier_at(int(where[lane]))
             if not is_counted:
                 barrier.pending += 1
             (queue,) = [queue for queue in self.queues if queue.lanes[lane]]
             issued = [copy for group in (*queue.groups, queue.open) for copy in group]
-            self.warp._defer(
-                functools.partial(_complete_and_arrive, issued, barrier), self.warp._calling_line()
+            self.warp.defer(
+                functools.partial(_complete_and_arrive, issued, barrier), self.warp.calling_line()
             )
 
     def _queues_of(self, mask: Array) -> list[_LaneQueue]:

@@ -45,7 +45,7 @@ class BulkCopies:
         barrier: Array,
         mask: Array,
     ) -> None:
-        line = self.warp._calling_line()
+        line = self.warp.calling_line()
         for lane in np.flatnonzero(mask):
             size = int(nbytes[lane])
             action = functools.partial(
@@ -53,9 +53,9 @@ class BulkCopies:
                 (Space(source_space), int(source[lane])),
                 int(where[lane]),
                 size,
-                self.warp._mbarrier(int(barrier[lane])),
+                self.warp.mbarrier_at(int(barrier[lane])),
             )
-            self.warp._defer(action, line)
+            self.warp.defer(action, line)
 
     def _copy_and_complete(
         self, source: tuple[Space, int], where: int, nbytes: int, barrier: MBarrier
@@ -66,7 +66,7 @@ class BulkCopies:
     def to_global(
         self, adds: bool, where: Array, source: Array, nbytes: Array, mask: Array
     ) -> None:
-        line = self.warp._calling_line()
+        line = self.warp.calling_line()
         for lane in np.flatnonzero(mask):
             action = functools.partial(
                 _add_f32 if adds else _copy,
@@ -75,7 +75,7 @@ class BulkCopies:
                 (Space.GLOBAL, int(where[lane])),
                 int(nbytes[lane]),
             )
-            self.warp._open_copies.append(self.warp._defer(action, line))
+            self.warp._open_copies.append(self.warp.defer(action, line))
 
 
 def _copy(

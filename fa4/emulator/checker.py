@@ -146,7 +146,7 @@ class WatchedClusterCopies(ClusterCopies):
     def _store(self, where: Array, data: Array, barrier: Array, mask: Array) -> None:
         for lane in np.flatnonzero(mask):
             shared, offset = self.warp.memory.shared_at(int(where[lane]), "st.async")
-            signalled = self.warp._mbarrier(int(barrier[lane]))
+            signalled = self.warp.mbarrier_at(int(barrier[lane]))
             self.warp.written_by_copy(shared, offset, data.shape[1], signalled, "a st.async")
         with self.warp.unwatched():
             super()._store(where, data, barrier, mask)
@@ -185,7 +185,7 @@ class WatchedLaunchControl(ClusterLaunchControl):
     def _answer(self, targets: list[tuple[int, int]]) -> None:
         for place, signalled in targets:
             shared, offset = self.warp.memory.shared_at(place, "try_cancel")
-            barrier = self.warp._mbarrier(signalled)
+            barrier = self.warp.mbarrier_at(signalled)
             self.warp.written_by_copy(shared, offset, ANSWER_BYTES, barrier, "a try_cancel")
         with self.warp.unwatched():
             super()._answer(targets)
@@ -237,7 +237,7 @@ class CheckedWarp(Warp):
             issue = self._issue
             return Access(self.copies, issue.number, "a cp.async", issue.line), issue.clock
         epoch = int(self.clock[Row.ORDERED, self.actor.index])
-        return Access(self.actor, epoch, what, self._calling_line(), is_atomic), self.clock
+        return Access(self.actor, epoch, what, self.calling_line(), is_atomic), self.clock
 
     def next_epoch(self) -> None:
         """What comes later is not part of what was passed on before."""
@@ -294,7 +294,7 @@ class CheckedWarp(Warp):
         access, _ = self.access("mbarrier.init")
         for _, address in self._mbarriers(where, mask):
             rank = self.memory.shared_at(address)[0].rank
-            self.races.initialise(self._mbarrier(address), rank, access)
+            self.races.initialise(self.mbarrier_at(address), rank, access)
 
     def mbarrier_expect_tx(self, where: Array, nbytes: Array, mask: Array) -> None:
         self.barriers(where, mask)
@@ -336,7 +336,7 @@ class CheckedWarp(Warp):
         """The mbarriers that lanes name, each once; this warp may use them now."""
         return [
             self.races.barrier(
-                self._mbarrier(address), self.clock, Row.ORDERED, f"warp {self.index}"
+                self.mbarrier_at(address), self.clock, Row.ORDERED, f"warp {self.index}"
             )
             for address in dict.fromkeys(where[mask].tolist())
         ]
@@ -374,7 +374,7 @@ class CheckedWarp(Warp):
 
     # -- copies ----------------------------------------------------------------------------------
 
-    def _defer(self, action: Callable[[], None], line: int) -> Deferred:
+    def defer(self, action: Callable[[], None], line: int) -> Deferred:
         issued = _Issue(self.clock.copy(), line, self.copied)
         self.next_epoch()
 
@@ -385,7 +385,7 @@ class CheckedWarp(Warp):
             finally:
                 self._issue = outer
 
-        deferred = super()._defer(checked, line)
+        deferred = super().defer(checked, line)
         self.copy_numbers[deferred] = issued.number
         return deferred
 
@@ -441,7 +441,7 @@ class CheckedWarp(Warp):
         """A bulk copy out of shared memory, which a bulk group will complete, starts now."""
         self._stored += 1
         shadow = self.races.shadows[id(shared.allocation)]
-        access = Access(self.stores, self._stored, what, self._calling_line())
+        access = Access(self.stores, self._stored, what, self.calling_line())
         self.races.read(shadow, shadow.range(offset, nbytes), access, self.clock)
 
     def bulk_commit(self, mask: Array) -> None:
@@ -473,7 +473,7 @@ class CheckedWarp(Warp):
     ) -> Array:
         result = super().wgmma(full, shape, start, steps)
         self._multiplied += 1
-        access = Access(self.products, self._multiplied, "a wgmma", self._calling_line())
+        access = Access(self.products, self._multiplied, "a wgmma", self.calling_line())
         shadow = self.races.shadows[id(self.cta.shared.allocation)]
         form = MmaShape(*shape)
         self.races.read(shadow, _wgmma_b(shadow, form, steps), access, self.clock)

@@ -62,12 +62,12 @@ class ClusterCopies:
         mbarrier."""
         if mask.any():
             action = functools.partial(self._store, where, data, barrier, mask)
-            self.warp._defer(action, self.warp._calling_line())
+            self.warp.defer(action, self.warp.calling_line())
 
     def _store(self, where: Array, data: Array, barrier: Array, mask: Array) -> None:
         self.warp.memory.store(Space.SHARED, where, data, mask)
         for lane in np.flatnonzero(mask):
-            self.warp._mbarrier(int(barrier[lane])).complete_tx(data.shape[1])
+            self.warp.mbarrier_at(int(barrier[lane])).complete_tx(data.shape[1])
 
 
 def _in_cta(where: Array, rank: int) -> Array:

@@ -38,14 +38,14 @@ class ClusterLaunchControl:
     def try_cancel(self, where: Array, barrier: Array, to_all: bool, mask: Array) -> None:
         """Each active lane asks. The answer goes to its address, or to that offset in every CTA of
         the cluster, whose own mbarrier then counts."""
-        line = self.warp._calling_line()
+        line = self.warp.calling_line()
         for lane in np.flatnonzero(mask):
             place, signalled = int(where[lane]), int(barrier[lane])
             targets = [(place, signalled)]
             if to_all:
                 ranks = range(len(self.warp.cta.cluster))
                 targets = [(_in_cta(place, rank), _in_cta(signalled, rank)) for rank in ranks]
-            self.warp._defer(functools.partial(self._answer, targets), line)
+            self.warp.defer(functools.partial(self._answer, targets), line)
 
     def _answer(self, targets: list[tuple[int, int]]) -> None:
         first = self.warp.cta.launch_state.take_cluster()
@@ -54,7 +54,7 @@ class ClusterLaunchControl:
         for place, signalled in targets:
             where = np.full(LANES, place, np.uint64)
             self.warp.memory.store(Space.SHARED, where, data, _ONE_LANE)
-            self.warp._mbarrier(signalled).complete_tx(ANSWER_BYTES)
+            self.warp.mbarrier_at(signalled).complete_tx(ANSWER_BYTES)
 
 
 def _in_cta(where: int, rank: int) -> int:

@@ -116,15 +116,27 @@ def _store(e: Emitter, i: Instruction, m: Modifiers) -> None:
 def _atomic(e: Emitter, i: Instruction, m: Modifiers) -> None:
     space = _take_memory_modifiers(m)
     operation = m.required("add", "min", "max", "and", "or", "xor", "exch", "cas", "inc", "dec")
-    kind = m.kind("b32", "b64", "u32", "s32", "u64", "s64", "f32")
+    width = m.one_of("v2", "v4")
+    if width is not None and operation != "add":
+        raise e.unknown("vectors are emulated with .add only")
+    kind = m.kind(*(("f32",) if width else ("b32", "b64", "u32", "s32", "u64", "s64", "f32")))
     has_result = i.parts[0] == "atom"
     where = address(e, i.operands[1 if has_result else 0])
-    values = ", ".join(e.read(o, kind) for o in i.operands[2 if has_result else 1 :])
+    operands = i.operands[2 if has_result else 1 :]
+    count = int(width[1:]) if width else 1
+    if any(len(vector(e, operand)) != count for operand in operands):
+        raise e.unknown("its operands do not fit")
+    values = ", ".join(
+        f"A.interleave({', '.join(e.read(element, kind) for element in vector(e, operand))})"
+        for operand in operands
+    )
     call = f"w.atomic({_space(space)}, {operation!r}, {where}, ({values},), {e.active()})"
-    if has_result:
-        e.write(i.operands[0], kind, call)
-    else:
+    if not has_result:
         e.line(call)
+        return
+    before = e.local(call)
+    for index, element in enumerate(vector(e, i.operands[0])):
+        e.write(element, kind, f"np.ascontiguousarray({before}[:, {index}])")
 
 
 @instruction("cvta")

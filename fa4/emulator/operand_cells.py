@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from functools import lru_cache
 
@@ -10,7 +11,7 @@ from numpy.typing import NDArray
 
 from fa4.emulator.race_detector import Cells, Shadow
 from fa4.emulator.swizzle import CHUNK, PERIOD
-from fa4.emulator.tensor_core import MatrixDescriptor, Operand, operand_chunks
+from fa4.emulator.tensor_core import MatrixDescriptor, Operand, operand_chunks, row_chunks
 
 
 def operand_cells(
@@ -23,37 +24,43 @@ def operand_cells(
     """Shadow cells of an operand of the tensor cores; one descriptor a step of k."""
     first = steps[0]
     base = first.start - first.start % PERIOD
-    cells = _cells_behind(
-        tuple((step.start - base) // CHUNK for step in steps),
-        first.leading_offset // CHUNK,
-        first.stride_offset // CHUNK,
-        first.swizzle,
-        rows,
-        major_mn,
-        operand,
-        shadow.cell_bytes,
-    )
-    offset = base // shadow.cell_bytes
-    if isinstance(cells, slice):
-        return slice(cells.start + offset, cells.stop + offset)
-    return cells + offset
+    starts = tuple((step.start - base) // CHUNK for step in steps)
+    layout = dataclasses.replace(first, start=0)
+    cells = _cells_behind(starts, layout, rows, major_mn, operand, shadow.cell_bytes)
+    return _moved(cells, base // shadow.cell_bytes)
+
+
+def row_cells(shadow: Shadow, rows: MatrixDescriptor, count: int, chunks: int) -> Cells:
+    """Shadow cells of K-major rows of a number of chunks."""
+    base = rows.start - rows.start % PERIOD
+    layout = dataclasses.replace(rows, start=0)
+    positions, _, _ = row_chunks(((rows.start - base) // CHUNK,), layout, count, chunks)
+    return _moved(_cells_of(positions, shadow.cell_bytes), base // shadow.cell_bytes)
 
 
 @lru_cache(maxsize=1024)
 def _cells_behind(
     starts: tuple[int, ...],
-    leading: int,
-    stride: int,
-    swizzle: int,
+    layout: MatrixDescriptor,
     rows: int,
     major_mn: bool,
     operand: Operand,
     cell_bytes: int,
 ) -> slice | NDArray[np.int64]:
     """Cells of an operand from a multiple of `PERIOD` on; see tensor_core.operand_chunks."""
-    positions, _, _ = operand_chunks(starts, leading, stride, swizzle, rows, major_mn, operand)
+    positions, _, _ = operand_chunks(starts, layout, rows, major_mn, operand)
+    return _cells_of(positions, cell_bytes)
+
+
+def _cells_of(positions: NDArray[np.int64], cell_bytes: int) -> slice | NDArray[np.int64]:
     chunks = np.unique(positions)
     each = CHUNK // cell_bytes
     if chunks[-1] - chunks[0] == chunks.size - 1:
         return slice(int(chunks[0]) * each, int(chunks[-1] + 1) * each)
     return (chunks[:, None] * each + np.arange(each)).reshape(-1)
+
+
+def _moved(cells: slice | NDArray[np.int64], offset: int) -> Cells:
+    if isinstance(cells, slice):
+        return slice(cells.start + offset, cells.stop + offset)
+    return cells + offset

@@ -35,7 +35,7 @@ from fa4.emulator.tensor_memory import TMEM_COLUMNS, TMEM_LANES
 
 Array = NDArray[Any]
 Clock = NDArray[np.int32]  # (rows, actors): the epoch of each actor that is known
-Cells = slice | NDArray[np.int64] | tuple[slice, slice]
+Cells = slice | NDArray[np.int64] | tuple[slice, slice] | tuple[NDArray[np.int64], ...]
 
 _WORD = 4  # bytes of a shadow cell, until a narrower access is seen
 _LANES = 16  # of a shadow cell of tensor memory, which has one column
@@ -141,6 +141,11 @@ class TensorShadow(Shadow):
         if lanes is not None:
             groups = slice(lanes.start // _LANES, lanes.stop // _LANES, lanes.step)
         return groups, slice(column, column + columns)
+
+    def lanes_block(self, column: int, columns: int, lanes: Array) -> Cells:
+        """Cells of groups that have any of these lanes."""
+        groups = np.unique(lanes // _LANES)
+        return np.ix_(groups, np.arange(column, column + columns))
 
     def forget(self, cells: Cells) -> None:
         self.writes[cells] = 0

@@ -51,27 +51,44 @@ _SWIZZLE_WIDTH = (0, 128, 64, 32)
 
 
 class Operand(Enum):
-    """Element types of A and B, named as in the instruction."""
+    """Element types of A and B, named as in the instruction.
+
+    Elements of fewer than 8 bits take a byte each in shared memory, in padded blocks of 16; but
+    those of E2M1_PAIRS are two a byte. See float_formats.py.
+    """
 
     F16 = "f16"
     BF16 = "bf16"
     TF32 = "tf32"
     E4M3 = "e4m3"
     E5M2 = "e5m2"
+    E2M3 = "e2m3"
+    E3M2 = "e3m2"
+    E2M1 = "e2m1"
+    E2M1_PAIRS = "e2m1 in pairs"
+    S8 = "s8"
+    U8 = "u8"
 
     @property
     def nbytes(self) -> int:
+        """Of an element; of a pair of E2M1_PAIRS."""
         return _FORMATS[self][0].itemsize
 
     @property
     def k(self) -> int:
         """K of one instruction."""
-        return ROW_BYTES // self.nbytes
+        elements = 2 if self is Operand.E2M1_PAIRS else 1
+        return elements * ROW_BYTES // self.nbytes
 
     def to_f32(self, raw: Bytes) -> Float32s:
-        """Values of bytes (..., rows, bytes), as (..., rows, elements)."""
+        """Values of bytes (..., rows, bytes) of shared memory, as (..., rows, elements)."""
         dtype, convert = _FORMATS[self]
         return convert(raw.view(dtype))
+
+    def from_tensor_memory(self, raw: Bytes) -> Float32s:
+        """The same of tensor memory, where no type is padded."""
+        table = _BYTE_TABLES.get(self)
+        return self.to_f32(raw) if table is None else table[raw]
 
 
 _FORMATS: dict[Operand, tuple[np.dtype, Callable[[NDArray], Float32s]]] = {
@@ -80,23 +97,49 @@ _FORMATS: dict[Operand, tuple[np.dtype, Callable[[NDArray], Float32s]]] = {
     Operand.TF32: (np.dtype(np.float32), float_formats.truncate_to_tf32),
     Operand.E4M3: (np.dtype(np.uint8), float_formats.e4m3_to_f32),
     Operand.E5M2: (np.dtype(np.uint8), float_formats.e5m2_to_f32),
+    Operand.E2M3: (
+        np.dtype(np.uint8),
+        lambda raw: float_formats.E2M3[float_formats.padded_sextets(raw)],
+    ),
+    Operand.E3M2: (
+        np.dtype(np.uint8),
+        lambda raw: float_formats.E3M2[float_formats.padded_sextets(raw)],
+    ),
+    Operand.E2M1: (
+        np.dtype(np.uint8),
+        lambda raw: float_formats.E2M1[float_formats.padded_nibbles(raw)],
+    ),
+    Operand.E2M1_PAIRS: (
+        np.dtype(np.uint8),
+        lambda raw: float_formats.E2M1[float_formats.nibbles(raw)],
+    ),
+    Operand.S8: (np.dtype(np.int8), lambda values: values.astype(np.float32)),
+    Operand.U8: (np.dtype(np.uint8), lambda values: values.astype(np.float32)),
+}
+# Of elements of fewer than 8 bits, a byte each; the unused bits are not looked at.
+_BYTE_TABLES: dict[Operand, Float32s] = {
+    Operand.E2M3: np.tile(float_formats.E2M3, 4),
+    Operand.E3M2: np.tile(float_formats.E3M2, 4),
+    Operand.E2M1: np.tile(np.repeat(float_formats.E2M1, 4), 4),
 }
 
 
 @dataclass(frozen=True)
 class MatrixDescriptor:
-    """A decoded sm_90 matrix descriptor; everything in bytes.
+    """A decoded matrix descriptor; everything in bytes.
 
     start           of the operand in the CTA's shared memory
     leading_offset  LO above
     stride_offset   SO above
     swizzle         W above; 0 is none
+    atom            that the swizzle keeps together; 32 on sm_100 only
     """
 
     start: int
     leading_offset: int
     stride_offset: int
     swizzle: int
+    atom: int = CHUNK
 
 
 @lru_cache(maxsize=4096)
@@ -209,23 +252,24 @@ def gather_chunks(
 
     The steps share the offsets and the swizzle of ``first``.
     """
-    positions, begin, end = operand_chunks(
-        starts,
-        first.leading_offset // CHUNK,
-        first.stride_offset // CHUNK,
-        first.swizzle,
-        rows,
-        major_mn,
-        operand,
-    )
+    layout = dataclasses.replace(first, start=0)
+    chunks = operand_chunks(starts, layout, rows, major_mn, operand)
+    raw = gather_raw(shared, base, chunks, what)
+    if not major_mn:
+        return operand.to_f32(raw.reshape(rows, -1))
+    return operand.to_f32(raw.reshape(-1, rows * operand.nbytes)).T
+
+
+def gather_raw(
+    shared: SharedMemory, base: int, chunks: tuple[NDArray[np.int64], int, int], what: str
+) -> Bytes:
+    """Bytes of the chunks that `operand_chunks` or `row_chunks` found, from ``base`` on."""
+    positions, begin, end = chunks
     shared.require_range(base + begin, end - begin, what)
     positions = positions + base // CHUNK
     if shared.written is not None and not shared.written[base + begin : base + end].all():
         require_chunks_written(shared, positions, what)
-    raw = shared.chunks.take(positions).view(np.uint8)
-    if not major_mn:
-        return operand.to_f32(raw.reshape(rows, -1))
-    return operand.to_f32(raw.reshape(-1, rows * operand.nbytes)).T
+    return shared.chunks.take(positions).view(np.uint8)
 
 
 @lru_cache(maxsize=4096)
@@ -255,9 +299,7 @@ def require_chunks_written(shared: SharedMemory, positions: NDArray[np.int64], w
 @lru_cache(maxsize=1024)
 def operand_chunks(
     starts: tuple[int, ...],
-    leading: int,
-    stride: int,
-    swizzle: int,
+    layout: MatrixDescriptor,
     rows: int,
     major_mn: bool,
     operand: Operand,
@@ -265,21 +307,40 @@ def operand_chunks(
     """Chunks of an operand from a multiple of `PERIOD` on, and the first byte and end of them.
 
     K major: (rows, steps, 2), 16 bytes of K each. MN major: (steps, k, chunks), 16 bytes of
-    rows each. ``starts`` of the steps, ``leading`` and ``stride`` are in chunks.
+    rows each. ``starts`` of the steps are in chunks; that of the layout is 0.
     """
-    width = swizzle // CHUNK
-    if major_mn:
-        start, k, group = np.ix_(starts, range(operand.k), range(rows * operand.nbytes // CHUNK))
-        if width:
-            offset = group % width + group // width * leading + k % 8 * width + k // 8 * stride
-        else:
-            offset = group * stride + k % 8 + k // 8 * leading
+    if not major_mn:
+        return row_chunks(starts, layout, rows, ROW_BYTES // CHUNK)
+    leading, stride = layout.leading_offset // CHUNK, layout.stride_offset // CHUNK
+    width = layout.swizzle // CHUNK
+    start, k, group = np.ix_(starts, range(operand.k), range(rows * operand.nbytes // CHUNK))
+    if width:
+        depth = 8 if layout.atom == CHUNK else 4  # of K in an atom of the layout
+        offset = group % width + group // width * leading
+        offset = offset + k % depth * width + k // depth * stride
     else:
-        row, start, half = np.ix_(range(rows), starts, range(ROW_BYTES // CHUNK))
-        if width:
-            offset = row % 8 * width + row // 8 * stride + half
-        else:
-            offset = row % 8 + row // 8 * stride + half * leading
-    positions = swizzled_chunks(start + offset, swizzle)
+        offset = group * stride + k % 8 + k // 8 * leading
+    return _placed(start + offset, layout)
+
+
+@lru_cache(maxsize=1024)
+def row_chunks(
+    starts: tuple[int, ...], layout: MatrixDescriptor, rows: int, chunks: int
+) -> tuple[NDArray[np.int64], int, int]:
+    """The same of K-major rows of a number of chunks: (rows, steps, chunks)."""
+    leading, stride = layout.leading_offset // CHUNK, layout.stride_offset // CHUNK
+    width = layout.swizzle // CHUNK
+    row, start, part = np.ix_(range(rows), starts, range(chunks))
+    if width:
+        offset = row % 8 * width + row // 8 * stride + part
+    else:
+        offset = row % 8 + row // 8 * stride + part * leading
+    return _placed(start + offset, layout)
+
+
+def _placed(
+    chunks: NDArray[np.int64], layout: MatrixDescriptor
+) -> tuple[NDArray[np.int64], int, int]:
+    positions = swizzled_chunks(chunks, layout.swizzle, layout.atom)
     positions.setflags(write=False)
     return positions, int(positions.min()) * CHUNK, (int(positions.max()) + 1) * CHUNK

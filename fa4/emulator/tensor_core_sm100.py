@@ -1,4 +1,4 @@
-"""Tensor cores of sm_100: descriptors of `tcgen05.mma`, its operands and its product.
+"""Tensor cores of sm_100: operands of `tcgen05.mma`, and its accumulators.
 
 D[m, n] (+)= A[m, k] B[n, k]^T with D in tensor memory, A there or in shared memory, B in shared
 memory, and 32 bytes of k an instruction. With cta_group::2 the even CTA's instruction works on both
@@ -6,27 +6,27 @@ CTAs of a pair: each gives its rows of A and half the rows of B, and gets its ro
 
 Matrix descriptor (64 bits): start address / 16 in bits 0-13, leading offset / 16 in 16-29, stride
 offset / 16 in 32-45, 1 in 46-48, base offset in 49-51 (must be 0 here), swizzle in 61-63 (none 0,
-128 bytes 2, 64 bytes 4, 32 bytes 6). Where elements lie is as for wgmma: see tensor_core.py.
-
-Instruction descriptor (32 bits): type of D in 4-5 (f32 is 1), of A in 7-9 and of B in 10-12, A and
-B negated 13 and 14, A and B MN major 15 and 16, N / 8 in 17-22, M / 16 in 24-28. All other bits
-must be 0 here.
+128 bytes with atoms of 32 bytes 1, 128 bytes 2, 64 bytes 4, 32 bytes 6). Where elements lie is as
+for wgmma: see tensor_core.py; in the layout with atoms of 32 bytes k advances by 4 rows of 128
+bytes before it takes the stride offset.
 
 Where row r, column c of D lies, for the CTAs that take part
     M 128, one CTA    lane r, column c
     M 64, one CTA     lane 32 (r div 16) + r mod 16, column c; the other lanes are not touched
     M 256, a pair     of 128 rows each: lane r, column c
     M 128, a pair     of 64 rows each: lane r + 64 (c div (N/2)), column c mod (N/2)
-A in tensor memory: row r is lane r, 32 bytes of k are 8 columns.
+    M 64, .ws         the same, with 64 rows in one CTA
+    M 32, .ws         lane r + 32 (c div (N/4)), column c mod (N/4)
+A float16 element takes the lower half of a word; nobody should count on the upper half.
 
-What is not modelled: the order and the internal precision of the sums, as in tensor_core.py.
+A in tensor memory has row r at D's lane for it, and 32 bytes of k in 8 columns. Where D's lanes
+come in parts with their own columns, each part has a copy of all rows.
 """
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
@@ -34,107 +34,25 @@ import numpy as np
 
 from fa4.emulator.errors import InvalidDescriptor, UnknownInstruction
 from fa4.emulator.memory import SharedMemory
+from fa4.emulator.mma_descriptor_sm100 import MmaShape
 from fa4.emulator.swizzle import CHUNK, PERIOD
-from fa4.emulator.tensor_core import (
-    MatrixDescriptor,
-    Operand,
-    gather_chunks,
+from fa4.emulator.tensor_core import MatrixDescriptor, Operand, gather_chunks
+from fa4.emulator.tensor_core_sums import (
+    Accumulator,
+    add_half_steps,
+    add_integer_steps,
+    add_steps,
+    step_products,
 )
-from fa4.emulator.tensor_core_sums import add_steps, step_products
 from fa4.emulator.tensor_memory import COLUMN_MASK, LANE_SHIFT, TMEM_LANES, TensorMemory
 
 Array = np.ndarray[Any, Any]
 
 STEP_COLUMNS = 8  # of A in tensor memory: 32 bytes of k
-_SWIZZLE_WIDTH = {0: 0, 2: 128, 4: 64, 6: 32}
+_WIDE_ATOM = 32
+_SWIZZLES = {0: (0, CHUNK), 1: (128, _WIDE_ATOM), 2: (128, CHUNK), 4: (64, CHUNK), 6: (32, CHUNK)}
 _VERSION = 1
-_F32 = 1
-# Type codes of A and B in the instruction descriptor.
-KINDS: dict[str, dict[int, Operand]] = {
-    "f16": {0: Operand.F16, 1: Operand.BF16},
-    "tf32": {2: Operand.TF32},
-    "f8f6f4": {0: Operand.E4M3, 1: Operand.E5M2},
-}
-_ROWS = {1: (64, 128), 2: (128, 256)}  # M by CTAs in a group
-_KNOWN_BITS = 0x1F7F_FFB0
-
-
-@dataclass(frozen=True)
-class MmaShape:
-    """A decoded instruction descriptor, with what the opcode says.
-
-    group   CTAs that work together: 1 or 2
-    m, n    of the whole group
-    a_sign, b_sign  1, or -1 where the operand is negated
-    """
-
-    group: int
-    a: Operand
-    b: Operand
-    m: int
-    n: int
-    a_major_mn: bool
-    b_major_mn: bool
-    a_sign: int
-    b_sign: int
-
-    @property
-    def rows(self) -> int:
-        """Rows of A and D that each CTA has."""
-        return self.m // self.group
-
-    @property
-    def splits_columns(self) -> bool:
-        """Whether 64 rows of a pair's CTA use 128 lanes, half the columns each."""
-        return self.group == 2 and self.m == 128
-
-    @property
-    def columns(self) -> int:
-        """Columns of D in tensor memory."""
-        return self.n // 2 if self.splits_columns else self.n
-
-
-@lru_cache(maxsize=1024)
-def decode_shape(bits: int, kind: str, group: int) -> MmaShape:
-    """Decode an instruction descriptor. Raises for what is not modelled or not allowed."""
-    if bits & ~_KNOWN_BITS:
-        raise UnknownInstruction(
-            f"Bits {bits & ~_KNOWN_BITS:#x} of instruction descriptor {bits:#010x} are not known."
-        )
-    if bits >> 4 & 0x3 != _F32:
-        raise UnknownInstruction(
-            f"Instruction descriptor {bits:#010x} asks for accumulators of type {bits >> 4 & 0x3}; "
-            f"only f32 ({_F32}) is modelled."
-        )
-    operands = [KINDS[kind].get(bits >> shift & 0x7) for shift in (7, 10)]
-    a, b = operands
-    if a is None or b is None:
-        raise UnknownInstruction(
-            f"Instruction descriptor {bits:#010x} has operand types {bits >> 7 & 0x7} and "
-            f"{bits >> 10 & 0x7}, which are not modelled for kind::{kind}."
-        )
-    m, n = (bits >> 24 & 0x1F) * 16, (bits >> 17 & 0x3F) * 8
-    b_is_mn = bool(bits >> 16 & 1)
-    step = 8 * group * (2 if b.nbytes == 1 and b_is_mn else 1)
-    if m not in _ROWS[group] or not step <= n <= 256 or n % step:
-        raise InvalidDescriptor(
-            f"tcgen05.mma of cta_group::{group} has M = {m} and N = {n}; allowed are M of "
-            f"{_ROWS[group]} with N a multiple of {step} up to 256."
-        )
-    shape = MmaShape(
-        group,
-        a,
-        b,
-        m,
-        n,
-        bool(bits >> 15 & 1),
-        b_is_mn,
-        -1 if bits >> 13 & 1 else 1,
-        -1 if bits >> 14 & 1 else 1,
-    )
-    if kind == "tf32" and (shape.a_major_mn or shape.b_major_mn):
-        raise UnknownInstruction("tcgen05.mma with MN-major operands of tf32 is not modelled.")
-    return shape
+_UPPER_HALF = np.uint32(0xFFFF0000)  # a NaN
 
 
 @lru_cache(maxsize=4096)
@@ -144,21 +62,23 @@ def decode_descriptor(bits: int) -> MatrixDescriptor:
         raise InvalidDescriptor(
             f"Matrix descriptor {bits:#018x} has version {bits >> 46 & 0x7}; sm_100 has {_VERSION}."
         )
-    swizzle = _SWIZZLE_WIDTH.get(bits >> 61)
+    swizzle = _SWIZZLES.get(bits >> 61)
     if bits >> 49 & 0xFFF or swizzle is None:
         raise UnknownInstruction(
             f"Matrix descriptor {bits:#018x} has base offset {bits >> 49 & 0x7}, bits "
             f"{bits >> 52 & 0x1FF:#x} in 52-60 and swizzle {bits >> 61}; only 0, 0 and "
-            f"{tuple(_SWIZZLE_WIDTH)} are modelled."
+            f"{tuple(_SWIZZLES)} are modelled."
         )
     return MatrixDescriptor(
         start=(bits & 0x3FFF) * 16,
         leading_offset=(bits >> 16 & 0x3FFF) * 16,
         stride_offset=(bits >> 32 & 0x3FFF) * 16,
-        swizzle=swizzle,
+        swizzle=swizzle[0],
+        atom=swizzle[1],
     )
 
 
+@lru_cache(maxsize=4096)
 def layout_of(bits: int) -> MatrixDescriptor:
     """A descriptor without its start: steps of one chain must agree in it."""
     return dataclasses.replace(decode_descriptor(bits), start=0)
@@ -175,52 +95,95 @@ def gather(
     """Float32 (rows, steps * k) of an operand in shared memory; one descriptor a step."""
     decoded = [decode_descriptor(bits) for bits in descriptors]
     first = decoded[0]
+    if major_mn and (operand.nbytes == 4) != (first.atom == _WIDE_ATOM):
+        raise InvalidDescriptor(
+            f"{what} is MN major, of {operand.value}, with a swizzle whose atoms have {first.atom} "
+            f"bytes; 32-bit elements need {_WIDE_ATOM}, others {CHUNK}."
+        )
     base = first.start - first.start % PERIOD
     starts = tuple((descriptor.start - base) // CHUNK for descriptor in decoded)
     return gather_chunks(shared, first, base, starts, rows, major_mn, operand, what)
 
 
 def gather_from_tensor_memory(
-    memory: TensorMemory, addresses: Sequence[int], operand: Operand, what: str
+    memory: TensorMemory,
+    addresses: Sequence[int],
+    lanes: slice | Array,
+    operand: Operand,
+    what: str,
 ) -> Array:
-    """Float32 (128, steps * k) of A in tensor memory; one address a step."""
+    """Float32 (lanes, steps * k) of A in tensor memory; one address a step."""
     steps = []
     for address in addresses:
-        if address >> LANE_SHIFT:
-            raise UnknownInstruction(f"{what} starts at lane {address >> LANE_SHIFT}, not at 0.")
-        words = memory.read(address & COLUMN_MASK, STEP_COLUMNS, slice(0, TMEM_LANES), what)
-        steps.append(operand.to_f32(np.ascontiguousarray(words.T).view(np.uint8)))
+        words = memory.read(address & COLUMN_MASK, STEP_COLUMNS, lanes, what)
+        steps.append(operand.from_tensor_memory(np.ascontiguousarray(words.T).view(np.uint8)))
     return np.concatenate(steps, axis=1)
 
 
-def add_product(
-    memory: TensorMemory, address: int, shape: MmaShape, a: Array, b: Array, adds: bool
-) -> None:
-    """Store A B^T to one CTA's D, or add it to what is there.
-
-    a     (rows of the CTA, k)
-    b     (n, k)
-    """
-    products = step_products(b, a, shape.a.k)
-    if shape.a_sign * shape.b_sign < 0:
-        products = -products
-    half = shape.columns
-    if shape.splits_columns:
-        products = np.concatenate((products[:, :half], products[:, half:]), axis=2)
-    lanes = _d_lanes(shape, address >> LANE_SHIFT)
-    column = address & COLUMN_MASK
-    old = memory.read(column, half, lanes, "tcgen05.mma, of D,").view(np.float32) if adds else None
-    memory.write(column, lanes, add_steps(old, products).view(np.uint32), "tcgen05.mma")
-
-
-def _d_lanes(shape: MmaShape, first: int) -> slice | Array:
-    is_interleaved = shape.group == 1 and shape.m == 64
-    if first not in ((0, 16) if is_interleaved else (0,)):
+def lanes_of(shape: MmaShape, address: int, what: str) -> slice | Array:
+    """Lanes of D, or of A in tensor memory, at an address."""
+    first = address >> LANE_SHIFT
+    if first not in ((0, 16) if shape.is_interleaved else (0,)):
         raise UnknownInstruction(
-            f"tcgen05.mma with M = {shape.m} stores from lane {first} on; only lane 0 (and 16 for "
-            "M = 64 of one CTA) is modelled."
+            f"{what} of a tcgen05.mma with M = {shape.m} starts at lane {first}; only lane 0 (and "
+            "16 for M = 64 of one CTA) is modelled."
         )
-    return _INTERLEAVED_LANES + first if is_interleaved else slice(0, TMEM_LANES)
+    return _INTERLEAVED_LANES + first if shape.is_interleaved else slice(0, TMEM_LANES)
 
 
 _INTERLEAVED_LANES = np.arange(64) // 16 * 32 + np.arange(64) % 16
+
+
+def add_product(
+    memory: TensorMemory,
+    address: int,
+    shape: MmaShape,
+    a: Array,
+    b: Array,
+    adds: bool,
+    *,
+    scale_exponent: int = 0,
+    kept: Array | None = None,
+) -> None:
+    """Store A B^T to one CTA's D, or add it to what is there times 2^-scale_exponent.
+
+    a     (rows of the CTA, k), or the same for each part of the lanes: (parts * rows, k)
+    b     (n, k)
+    kept  (128,) bool, lanes of D that are not touched
+    """
+    parts, rows, columns = shape.parts, shape.rows, shape.columns
+    products = []
+    for part in range(parts):
+        left = a if len(a) == rows else a[part * rows : (part + 1) * rows]
+        right = b[part * columns : (part + 1) * columns]
+        products.append(step_products(right, left, shape.a.k))
+    product = products[0] if parts == 1 else np.concatenate(products, axis=2)
+    if shape.a_sign * shape.b_sign < 0:
+        product = -product
+    lanes = lanes_of(shape, address, "D")
+    if kept is not None:
+        lanes = np.arange(TMEM_LANES)[lanes]
+        changes = ~kept[lanes]
+        lanes, product = lanes[changes], product[:, :, changes]
+    column = address & COLUMN_MASK
+    old = None
+    if adds:
+        old = memory.read(column, columns, lanes, "tcgen05.mma, of D,")
+    memory.write(column, lanes, _sum_words(shape, old, product, scale_exponent), "tcgen05.mma")
+
+
+def _sum_words(shape: MmaShape, old: Array | None, products: Array, scale_exponent: int) -> Array:
+    """Words of D, from its old words or None."""
+    if shape.accumulator is Accumulator.S32:
+        start = None if old is None else old.view(np.int32)
+        return add_integer_steps(start, products, shape.saturates).view(np.uint32)
+    if shape.accumulator is Accumulator.F16:
+        start = None if old is None else old.astype(np.uint16).view(np.float16)
+        if start is not None and scale_exponent:
+            start = start * np.float64(2.0**-scale_exponent)
+        sums = add_half_steps(start, products).view(np.uint16)
+        return sums.astype(np.uint32) | _UPPER_HALF
+    start = None if old is None else old.view(np.float32)
+    if start is not None and scale_exponent:
+        start = start * np.float64(2.0**-scale_exponent)
+    return add_steps(start, products).view(np.uint32)

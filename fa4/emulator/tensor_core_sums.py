@@ -9,11 +9,15 @@ Against results of an H200 (tests/emulator/test_against_h200.py), float32 sums i
 bits of 98.0 to 99.98 % of the outputs of an attention kernel, this 99.1 to 99.99 %, and the whole
 model 99.6 to 99.98 %.
 
+Sums to float16 are rounded to nearest even; those of integers are exact, and wrap around or
+saturate.
+
 Hopper's 8-bit products are known to be added with fewer bits; that is not modelled.
 """
 
 from __future__ import annotations
 
+from enum import Enum
 from typing import Any
 
 import numpy as np
@@ -47,6 +51,25 @@ def step_products(a: Array, b: Array, depth: int) -> Array:
     return products
 
 
+class Accumulator(Enum):
+    """Types of accumulators, named as in the instruction."""
+
+    F16 = "f16"
+    F32 = "f32"
+    S32 = "s32"
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        return _ACCUMULATORS[self]
+
+
+_ACCUMULATORS: dict[Accumulator, np.dtype[Any]] = {
+    Accumulator.F16: np.dtype(np.float16),
+    Accumulator.F32: np.dtype(np.float32),
+    Accumulator.S32: np.dtype(np.int32),
+}
+
+
 def add_steps(start: Array | None, products: Array) -> Array:
     """Float32 sums of an accumulator (None for zero) and the products of one instruction after the
     other, truncated after each."""
@@ -58,3 +81,23 @@ def add_steps(start: Array | None, products: Array) -> Array:
             np.add(total, product, out=total)
             np.bitwise_and(bits, _FLOAT32_MANTISSA, out=bits)
         return total.astype(np.float32)
+
+
+def add_half_steps(start: Array | None, products: Array) -> Array:
+    """The same for float16 accumulators, rounded after each instruction."""
+    total = np.zeros(products.shape[1:], np.float16) if start is None else start
+    with np.errstate(all="ignore"):
+        for product in products:
+            total = (product + total).astype(np.float16)
+    return total
+
+
+def add_integer_steps(start: Array | None, products: Array, saturates: bool) -> Array:
+    """The same for int32 accumulators; sums wrap around, or saturate after each instruction."""
+    total = np.zeros(products.shape[1:], np.int64) if start is None else start.astype(np.int64)
+    limits = np.iinfo(np.int32)
+    for product in products:
+        total = total + product.astype(np.int64)
+        if saturates:
+            total = np.clip(total, limits.min, limits.max)
+    return total.astype(np.int32)

@@ -9,6 +9,7 @@ A warp reaches the quarter of the lanes that its number modulo 4 names.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -163,9 +164,41 @@ class TensorMemory:
 
 # -- registers of tcgen05.ld and tcgen05.st ----------------------------------------------------
 
+
 # For each shape: columns, lanes and registers of .x1. 16x* shapes repeat along the columns.
-_SHAPES = {"32x32b": (1, 32, 1), "16x64b": (2, 16, 1), "16x128b": (4, 16, 2), "16x256b": (8, 16, 4)}
+_SHAPES = {
+    "32x32b": (1, 32, 1),
+    "16x64b": (2, 16, 1),
+    "16x128b": (4, 16, 2),
+    "16x256b": (8, 16, 4),
+    "16x32bx2": (1, 16, 1),
+}
 SHAPES = tuple(_SHAPES)
+_MAX_REGISTERS = 128
+
+
+@dataclass(frozen=True)
+class RegisterAccess:
+    """What a tcgen05.ld or tcgen05.st moves.
+
+    packs       whether a register has the lower halves of two words, of adjacent columns
+    half_split  columns from the first half of 16x32bx2, of threads 0 to 15, to the second
+    """
+
+    shape: str
+    repeat: int
+    packs: bool = False
+    half_split: int = 0
+
+    @property
+    def columns(self) -> int:
+        """Columns in a row; 16x32bx2 has two such ranges."""
+        return _SHAPES[self.shape][0] * self.repeat * (2 if self.packs else 1)
+
+    @property
+    def starts(self) -> tuple[int, ...]:
+        """Where ranges of columns start, from the address on."""
+        return (0, self.half_split) if self.shape == "16x32bx2" else (0,)
 
 
 def registers_of(shape: str, repeat: int) -> int:
@@ -173,9 +206,8 @@ def registers_of(shape: str, repeat: int) -> int:
     return _SHAPES[shape][2] * repeat
 
 
-def columns_of(shape: str, repeat: int) -> int:
-    """Columns that tcgen05.ld and tcgen05.st reach."""
-    return _SHAPES[shape][0] * repeat
+def largest_repeat(shape: str) -> int:
+    return _MAX_REGISTERS // _SHAPES[shape][2]
 
 
 def warp_lanes(address: int, warp: int, shape: str, what: str) -> slice:
@@ -197,35 +229,56 @@ def warp_lanes(address: int, warp: int, shape: str, what: str) -> slice:
 
 
 def load_registers(
-    memory: TensorMemory, address: int, warp: int, shape: str, repeat: int, what: str
+    memory: TensorMemory, address: int, warp: int, access: RegisterAccess, what: str
 ) -> Array:
     """(registers, 32 lanes) uint32 of tcgen05.ld."""
-    columns, _, _ = _SHAPES[shape]
-    lanes = warp_lanes(address, warp, shape, what)
-    block = memory.read(address & COLUMN_MASK, columns * repeat, lanes, what)
-    return block.copy() if shape == "32x32b" else _to_registers(block, shape, repeat)
+    lanes = warp_lanes(address, warp, access.shape, what)
+    blocks = []
+    for start in access.starts:
+        column = (address & COLUMN_MASK) + start
+        block = memory.read(column, access.columns, lanes, what)
+        if access.packs:
+            halves = block.reshape(-1, 2, block.shape[1]) & np.uint32(0xFFFF)
+            block = halves[:, 0] | halves[:, 1] << np.uint32(16)
+        blocks.append(block)
+    if len(blocks) == 2:
+        return np.concatenate(blocks, axis=1)
+    if access.shape == "32x32b":
+        return blocks[0] if access.packs else blocks[0].copy()
+    columns, rows = _fragment(access.shape, access.repeat)
+    return np.ascontiguousarray(blocks[0][columns, rows])
 
 
 def store_registers(
-    memory: TensorMemory, address: int, warp: int, shape: str, registers: Array, what: str
+    memory: TensorMemory,
+    address: int,
+    warp: int,
+    access: RegisterAccess,
+    registers: Array,
+    what: str,
 ) -> None:
-    """Write (registers, 32 lanes) uint32 as tcgen05.st does."""
-    lanes = warp_lanes(address, warp, shape, what)
-    block = registers if shape == "32x32b" else _from_registers(registers, shape)
-    memory.write(address & COLUMN_MASK, lanes, block, what)
+    """Write (registers, 32 lanes) uint32 as tcgen05.st does.
+
+    The upper halves of the words that unpacked halves go to are poison.
+    """
+    lanes = warp_lanes(address, warp, access.shape, what)
+    if access.shape == "16x32bx2":
+        blocks = [registers[:, : LANES // 2], registers[:, LANES // 2 :]]
+    elif access.shape == "32x32b":
+        blocks = [registers]
+    else:
+        blocks = [_from_registers(registers, access)]
+    for start, block in zip(access.starts, blocks, strict=True):
+        if access.packs:
+            halves = np.stack((block & np.uint32(0xFFFF), block >> np.uint32(16)), axis=1)
+            block = halves.reshape(-1, block.shape[1]) | np.uint32(_POISON & ~0xFFFF)
+        memory.write((address & COLUMN_MASK) + start, lanes, block, what)
 
 
-def _to_registers(block: Array, shape: str, repeat: int) -> Array:
-    """(columns, 16 lanes) to (registers, 32 lanes) for the shapes of 16 lanes."""
-    column, row = _fragment(shape, repeat)
-    return np.ascontiguousarray(block[column, row])
-
-
-def _from_registers(registers: Array, shape: str) -> Array:
-    columns, lanes, each = _SHAPES[shape]
-    repeat = len(registers) // each
-    column, row = _fragment(shape, repeat)
-    block = np.empty((columns * repeat, lanes), np.uint32)
+def _from_registers(registers: Array, access: RegisterAccess) -> Array:
+    columns, lanes, _ = _SHAPES[access.shape]
+    column, row = _fragment(access.shape, access.repeat)
+    block = np.empty((columns * access.repeat, lanes), np.uint32)
     block[column, row] = registers
     return block
 

@@ -26,6 +26,7 @@ from fa4.emulator.errors import BarrierMisuse, EmulationError, Location, Unknown
 from fa4.emulator.local_memory import LocalMemory
 from fa4.emulator.matrix_fragments import registers_to_rows, rows_to_registers
 from fa4.emulator.memory import OFFSET_MASK, RANK_SHIFT, AddressSpace, Space
+from fa4.emulator.mma_descriptor_sm100 import MmaForm
 from fa4.emulator.register_kinds import KINDS, LANES
 from fa4.emulator.tcgen05 import Tcgen05
 from fa4.emulator.translate import BLOCKED, DIVERGED, EXITED
@@ -206,7 +207,7 @@ class Warp:
             text = f"{text} from {source}"
         return Location(line, text, self.cta.position, self.index)
 
-    def _calling_line(self) -> int:
+    def calling_line(self) -> int:
         """PTX line of the instruction that is being executed; 0 outside of any."""
         frame: FrameType | None = sys._getframe(1)
         while frame is not None:
@@ -224,7 +225,7 @@ class Warp:
         what = "; ".join(waits) or "nothing: it could go on"
         return f"CTA {self.cta.position} warp {self.index} waits for {what}"
 
-    def _wait(self, is_over: Callable[[], bool], describe: Callable[[], str]) -> None:
+    def wait_for(self, is_over: Callable[[], bool], describe: Callable[[], str]) -> None:
         self.waits.append(Wait(is_over, describe, self._current.block))
 
     # -- control ---------------------------------------------------------------------------------
@@ -279,13 +280,13 @@ class Warp:
             self.require_converged(member_mask, mask)
         if not (named & self.live & ~mask).any():
             return True
-        self._wait(
+        self.wait_for(
             lambda: not (named & self.live & ~mask).any(),  # the others have exited
             lambda: f"lanes {np.flatnonzero(named & self.live & ~mask).tolist()} of its warp",
         )
         return False
 
-    def _require_whole(self, full: bool, what: str) -> None:
+    def require_whole(self, full: bool, what: str) -> None:
         if not full and not np.array_equal(self._current.mask, self.live):
             raise EmulationError(f"{what} is executed by a part of the warp.")
 
@@ -343,16 +344,22 @@ class Warp:
         values: tuple[Array, ...],
         mask: Array,
     ) -> Array:
-        """Lane after lane; returns what was there before."""
+        """(lanes, elements) of what was there before; values are (lanes, elements).
+
+        Lanes that have one address come one after the other.
+        """
+        dtype, nbytes = values[0].dtype, values[0][0].nbytes
+        active = np.flatnonzero(mask)
+        if len(np.unique(where[active])) == len(active):
+            parts = [mask]
+        else:
+            parts = [np.arange(LANES) == lane for lane in active]
         old = np.zeros_like(values[0])
-        for lane in np.flatnonzero(mask):
-            one = np.arange(LANES) == lane
-            before = self.load(space, where, old.itemsize, one)[lane].view(old.dtype)
-            old[lane] = before[0]
-            operands = [value[lane : lane + 1] for value in values]
-            after = np.broadcast_to(_ATOMICS[operation](before, *operands), (LANES,))
-            data = np.ascontiguousarray(after.astype(old.dtype)).reshape(LANES, 1).view(np.uint8)
-            self.store(space, where, data, one)
+        for part in parts:
+            before = self.load(space, where, nbytes, part).view(dtype)
+            after = np.ascontiguousarray(_ATOMICS[operation](before, *values), dtype)
+            self.store(space, where, after.view(np.uint8), part)
+            old[part] = before[part]
         return old
 
     def map_address(self, where: Array, rank: Array) -> Array:
@@ -361,12 +368,12 @@ class Warp:
     def stmatrix(
         self, where: Array, registers: tuple[Array, ...], transposed: bool, full: bool
     ) -> None:
-        self._require_whole(full, "stmatrix")
+        self.require_whole(full, "stmatrix")
         rows = registers_to_rows(np.stack(registers), transposed)
         self.memory.store(Space.SHARED, where[: len(rows)], rows)
 
     def ldmatrix(self, where: Array, count: int, transposed: bool, full: bool) -> Array:
-        self._require_whole(full, "ldmatrix")
+        self.require_whole(full, "ldmatrix")
         rows = self.memory.load(Space.SHARED, where[: 8 * count], 16)
         return rows_to_registers(rows, transposed)
 
@@ -409,7 +416,7 @@ class Warp:
 
     # -- barriers --------------------------------------------------------------------------------
 
-    def _mbarrier(self, where: int) -> MBarrier:
+    def mbarrier_at(self, where: int) -> MBarrier:
         shared, offset = self.memory.shared_at(where, "An mbarrier operation")
         return self.cta.cluster[shared.rank].mbarriers.at(offset)
 
@@ -434,25 +441,25 @@ class Warp:
 
     def mbarrier_expect_tx(self, where: Array, nbytes: Array, mask: Array) -> None:
         for lane, address in self._mbarriers(where, mask):
-            self._mbarrier(address).expect_tx(int(nbytes[lane]))
+            self.mbarrier_at(address).expect_tx(int(nbytes[lane]))
 
     def mbarrier_complete_tx(self, where: Array, nbytes: Array, mask: Array) -> None:
         for lane, address in self._mbarriers(where, mask):
-            self._mbarrier(address).complete_tx(int(nbytes[lane]))
+            self.mbarrier_at(address).complete_tx(int(nbytes[lane]))
 
     def mbarrier_arrive(
         self, where: Array, value: Array | None, expects: bool, drop: bool, mask: Array
     ) -> Array:
         """`value` is a lane's number of bytes where it expects some, otherwise of arrivals."""
         if value is None and mask.all() and (where == where[0]).all():
-            barrier = self._mbarrier(int(where[0]))
+            barrier = self.mbarrier_at(int(where[0]))
             if barrier.pending >= LANES:  # the usual case, in which no phase ends in the middle
                 return np.full(LANES, barrier.arrive(LANES, 0, drop), np.uint64)
         tokens = np.zeros(LANES, np.uint64)
         for lane, address in self._mbarriers(where, mask):
             number = 1 if value is None else int(value[lane])
             arrivals, nbytes = (1, number) if expects else (number, 0)
-            tokens[lane] = self._mbarrier(address).arrive(arrivals, nbytes, drop)
+            tokens[lane] = self.mbarrier_at(address).arrive(arrivals, nbytes, drop)
         return tokens
 
     def mbarrier_wait(
@@ -466,20 +473,20 @@ class Warp:
         lane = int(np.argmax(mask))
         address, operand = int(where[lane]), int(value[lane])
         if (where[mask] == where[lane]).all() and (value[mask] == value[lane]).all():
-            barrier = self._mbarrier(address)
+            barrier = self.mbarrier_at(address)
             is_complete = barrier.test_parity if is_parity else barrier.test_state
             if is_complete(operand):
                 return ALL_LANES
             if not blocks:
                 return ~ALL_LANES
-            self._wait(
+            self.wait_for(
                 lambda: is_complete(operand),
                 lambda: f"{'parity' if is_parity else 'state'} {operand} of {barrier.describe()}",
             )
             return None
         done = np.zeros(LANES, np.bool_)
         for lane, address in self._mbarriers(where, mask):
-            barrier = self._mbarrier(address)
+            barrier = self.mbarrier_at(address)
             is_complete = barrier.test_parity if is_parity else barrier.test_state
             done[lane] = is_complete(int(value[lane]))
         if done.any() or not blocks:
@@ -490,35 +497,35 @@ class Warp:
         return None
 
     def named_barrier_sync(self, number: int, threads: int | None, mask: Array) -> bool:
-        self._require_whole(False, "bar.sync")
+        self.require_whole(False, "bar.sync")
         named = self.cta.named_barriers
         if self._named_wait is None:
             count = self.cta.threads if threads is None else threads
             self._named_wait = number, named.arrive(number, count)
         waited = self._named_wait
         if not named.passed(*waited):
-            self._wait(lambda: named.passed(*waited), lambda: named.describe(waited[0]))
+            self.wait_for(lambda: named.passed(*waited), lambda: named.describe(waited[0]))
             return False
         self._named_wait = None
         return True
 
     def named_barrier_arrive(self, number: int, threads: int | None, mask: Array) -> None:
-        self._require_whole(False, "bar.arrive")
+        self.require_whole(False, "bar.arrive")
         if threads is None:
             raise BarrierMisuse("bar.arrive needs a number of threads.")
         self.cta.named_barriers.arrive(number, threads)
 
     def cluster_barrier_arrive(self, mask: Array) -> None:
-        self._require_whole(False, "barrier.cluster.arrive")
+        self.require_whole(False, "barrier.cluster.arrive")
         self.cta.cluster_barrier.arrive((self.cta.rank, self.index))
 
     def cluster_barrier_wait(self, mask: Array) -> bool:
-        self._require_whole(False, "barrier.cluster.wait")
+        self.require_whole(False, "barrier.cluster.wait")
         barrier = self.cta.cluster_barrier
         generation = barrier.generation
         if barrier.wait((self.cta.rank, self.index)):
             return True
-        self._wait(lambda: barrier.generation != generation, barrier.describe)
+        self.wait_for(lambda: barrier.generation != generation, barrier.describe)
         return False
 
     # -- copies ----------------------------------------------------------------------------------
@@ -531,15 +538,15 @@ class Warp:
         barrier_address: Array,
         mask: Array,
     ) -> None:
-        line = self._calling_line()
+        line = self.calling_line()
         for lane in np.flatnonzero(mask):
             decoded = self._tensor_map(map_address[lane])
             shared, offset = self.memory.shared_at(int(where[lane]), "A TMA load")
-            barrier = self._mbarrier(int(barrier_address[lane]))
+            barrier = self.mbarrier_at(int(barrier_address[lane]))
             index = tuple(int(coordinate[lane]) for coordinate in coordinates)
             self.work.loaded_bytes += decoded.tile_bytes
             action = functools.partial(self._load_tile, decoded, shared, offset, index, barrier)
-            self._defer(action, line)
+            self.defer(action, line)
 
     def _load_tile(
         self, decoded: Any, shared: Any, offset: int, index: tuple[int, ...], barrier: MBarrier
@@ -555,7 +562,7 @@ class Warp:
         reduction: str | None,
         mask: Array,
     ) -> None:
-        line = self._calling_line()
+        line = self.calling_line()
         fold = None if reduction is None else tensor_map.Reduction(reduction)
         for lane in np.flatnonzero(mask):
             decoded = self._tensor_map(map_address[lane])
@@ -566,7 +573,7 @@ class Warp:
             action = functools.partial(
                 tensor_map.store_tile, decoded, memory, shared, offset, index, fold
             )
-            self._open_copies.append(self._defer(action, line))
+            self._open_copies.append(self.defer(action, line))
 
     def _tensor_map(self, generic: np.uint64) -> Any:
         packed = self.memory.read(
@@ -574,7 +581,7 @@ class Warp:
         )
         return tensor_map.decode(packed)
 
-    def _defer(self, action: Callable[[], None], line: int) -> Deferred:
+    def defer(self, action: Callable[[], None], line: int) -> Deferred:
         def located() -> None:
             try:
                 action()
@@ -613,13 +620,25 @@ class Warp:
         c: tuple[Array, ...],
         full: bool,
     ) -> Array:
-        self._require_whole(full, "mma.sync")
+        self.require_whole(full, "mma.sync")
         return warp_mma.multiply(a_kind, b_kind, a, b, c)
+
+    mma_form = MmaForm  # for translated blocks
+
+    def reduce_columns(
+        self, registers: Array, operation: str, absolute: bool, keeps_nan: bool
+    ) -> Array:
+        """Least or largest of each lane's registers (registers, lanes): tcgen05.ld.red."""
+        values = np.abs(registers) if absolute else registers
+        function: Any = _REDUCTIONS[operation]
+        if values.dtype == np.float32 and not keeps_nan:
+            function = {"min": np.fmin, "max": np.fmax}[operation]
+        return function.reduce(values, axis=0)
 
     # -- warpgroups ------------------------------------------------------------------------------
 
     def set_registers(self, count: int, full: bool) -> None:
-        self._require_whole(full, "setmaxnreg")
+        self.require_whole(full, "setmaxnreg")
         if not 24 <= count <= 256 or count % 8:
             raise EmulationError(
                 f"setmaxnreg asks for {count} registers; allowed are multiples of 8 in 24..256."
@@ -631,7 +650,7 @@ class Warp:
         The wgmmas that follow are executed when the first warp reaches them. What each of the four
         has stored for its own rows of A must be there by then.
         """
-        self._require_whole(full, "wgmma.fence")
+        self.require_whole(full, "wgmma.fence")
         if not self._is_at_fence:
             self._is_at_fence = True
             self._fences += 1
@@ -645,15 +664,15 @@ class Warp:
         if is_over():
             self._is_at_fence = False
             return True
-        self._wait(is_over, lambda: "the other warps of its warpgroup")
+        self.wait_for(is_over, lambda: "the other warps of its warpgroup")
         return False
 
     def wgmma_commit(self, full: bool) -> None:
-        self._require_whole(full, "wgmma.commit_group")
+        self.require_whole(full, "wgmma.commit_group")
 
     def wgmma_wait(self, pending: int, full: bool) -> None:
         """Results are in the registers since the wgmma; see wgmma_registers.py."""
-        self._require_whole(full, "wgmma.wait_group")
+        self.require_whole(full, "wgmma.wait_group")
 
     def wgmma(
         self, full: bool, shape: tuple[Any, ...], start: Any, steps: tuple[Any, ...]

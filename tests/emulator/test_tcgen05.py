@@ -300,13 +300,20 @@ def test_an_unwritten_operand_is_an_error(operands) -> None:
 @pytest.mark.parametrize(
     ("text", "why"),
     [
-        ("tcgen05.mma.cta_group::1.kind::i8 [%r1], %rd1, %rd2, %r2, %p1;", "kind::f16"),
-        ("tcgen05.mma.ws.cta_group::1.kind::f16 [%r1], %rd1, %rd2, %r2, %p1;", r"\.ws"),
-        ("tcgen05.mma.cta_group::1.kind::f16 [%r1], %rd1, %rd2, %r2, %p1, 3;", "scale of D"),
-        ("tcgen05.cp.cta_group::1.128x256b [%r1], %rd1;", "no such instruction"),
+        ("tcgen05.mma.cta_group::1.kind::f64 [%r1], %rd1, %rd2, %r2, %p1;", "kind::f16"),
+        ("tcgen05.mma.sp.cta_group::1.kind::f16 [%r1], %rd1, %rd2, [%r3], %r2, %p1;", "sparse"),
+        ("tcgen05.mma.cta_group::1.kind::f16 [%r1], %rd1, %rd2, %r2, %p1, 16;", "scale of D"),
+        ("tcgen05.mma.cta_group::1.kind::i8 [%r1], %rd1, %rd2, %r2, %p1, 1;", "scale of D"),
+        (
+            "tcgen05.mma.cta_group::1.kind::mxf4nvf4.block_scale "
+            "[%r1], %rd1, %rd2, %r2, [%r3], [%r4], %p1;",
+            "scale factors",
+        ),
+        ("tcgen05.cp.cta_group::1.32x128b [%r1], %rd1;", "shape"),
         ("tcgen05.shift.cta_group::1.down [%r1];", "no such instruction"),
-        ("tcgen05.ld.sync.aligned.32x32b.x1.pack::16b.b32 {%r1}, [%r2];", "pack::16b"),
-        ("tcgen05.ld.sync.aligned.16x32bx2.x1.b32 {%r1}, [%r2], 2;", "32x32b"),
+        ("tcgen05.ld.red.sync.aligned.16x32bx2.x2.max.f32 {%r1, %r2}, %r3, [%r4], 2;", "reduction"),
+        ("tcgen05.ld.sync.aligned.16x32bx2.x1.b32 {%r1}, [%r2];", "second half"),
+        ("tcgen05.ld.sync.aligned.32x32b.x1.b32 {%r1}, [%r2], 2;", "more than it has"),
     ],
 )
 def test_unknown_forms_are_errors_that_name_them(text: str, why: str) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from fa4.emulator.errors import BarrierMisuse, Deadlock, EmulationError, UnwrittenRead
+from fa4.emulator.errors import BarrierMisuse, Deadlock, EmulationError, Misaligned, UnwrittenRead
 from tests.emulator.ptx_kernels import run_body
 
 STORE_R1 = "mad.lo.u64 %rd50, %rd60, 4, %rd0;\nst.global.b32 [%rd50], %r1;\n"
@@ -108,6 +108,31 @@ def test_atomics_count_every_lane() -> None:
     value = np.array([5.0], np.float32)
     run_body("mov.b32 %r1, 0f3F000000;\nred.relaxed.gpu.global.add.f32 [%rd0], %r1;\n", [value])
     assert value[0] == 21.0
+
+
+@pytest.mark.parametrize("width", [2, 4])
+@pytest.mark.parametrize("copies", [1, 4])  # lanes that add to one address
+def test_atomics_add_vectors(width: int, copies: int) -> None:
+    rng = np.random.default_rng(0)
+    total = rng.integers(-9, 9, (32 // copies, width)).astype(np.float32)
+    added = rng.integers(-9, 9, (32, width)).astype(np.float32)
+    expected = total + added.reshape(copies, -1, width).sum(0)
+    registers = ", ".join(f"%r{n}" for n in range(10, 10 + width))
+    body = f"""
+    mad.lo.u64 %rd5, %rd60, {4 * width}, %rd1;
+    ld.global.v{width}.b32 {{{registers}}}, [%rd5];
+    rem.u32 %r1, %r60, {32 // copies};
+    mad.wide.u32 %rd6, %r1, {4 * width}, %rd0;
+    red.global.add.v{width}.f32 [%rd6], {{{registers}}};
+"""
+    run_body(body, [total, added])
+    assert np.array_equal(total, expected)
+
+
+def test_vector_atomics_must_be_aligned() -> None:
+    body = "red.global.add.v4.f32 [%rd0+4], {%r1, %r2, %r3, %r4};\n"
+    with pytest.raises(Misaligned):
+        run_body(body, [np.zeros(16, np.float32)])
 
 
 PRODUCER_AND_CONSUMER = """
