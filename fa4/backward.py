@@ -1,17 +1,34 @@
 """The backward pass: gradients from a forward call's inputs, output and LSE.
 
-AttentionProblem -> BackwardDecision (fa4.dispatch) -> kernels, or fa4.reference_backward
+    AttentionProblem -> BackwardDecision (fa4.dispatch) -> kernels, or fa4.reference_backward
+
+Beside the gradients a call allocates its row statistics: 8 bytes for each query row and head, rows
+rounded up to the kernels' blocks.
 """
 
 from __future__ import annotations
 
+import math
+from typing import Any, NamedTuple
+
+import torch
 from torch import Tensor
 
-from fa4.launch import Lengths
-from fa4.problem import AttentionProblem
+from fa4.compiler import KernelSpec, get_kernel
+from fa4.dispatch import (
+    BackwardDecision,
+    UnsupportedProblemError,
+    architecture_of,
+    decide_backward,
+)
+from fa4.launch import L2_FOR_KEYS_BYTES, Lengths, heads_in_group
+from fa4.problem import AttentionProblem, layout_fault
 from fa4.reference_backward import Gradients, attention_backward_reference
 
-__all__ = ["Gradients", "attention_backward"]
+__all__ = ["Gradients", "attention_backward", "backward_steps", "emulate_backward"]
+
+EMULATED_ARCH = "sm_90a"  # by default
+LOG2_E = math.log2(math.e)
 
 
 def attention_backward(
@@ -34,14 +51,200 @@ def attention_backward(
 
     q, k, v, lengths, sink  what the forward call was given
     out, lse                what it returned; the normalisation is not computed again
-    grad_out, grad_lse      gradients of those, any strides (a broadcast gradient is copied once);
-                            None for grad_lse is zero
-    deterministic           equal bits in every run; so do torch's deterministic algorithms
+    grad_out, grad_lse      gradients of those, any strides (one that TMA cannot address is copied
+                            once); None for grad_lse is zero
+    deterministic           equal bits in every run; torch's deterministic algorithms ask for it too
     backend, arch           as in `fa4.flash_attn_func`
 
     The gradients are new contiguous tensors of their inputs' shapes and dtypes. Queries that see
     no key, keys that no query sees and rows of padding get exactly 0.
     """
-    return attention_backward_reference(
-        problem, q, k, v, lengths, sink, out, lse, grad_out, grad_lse
+    if not problem.has_queries or not problem.has_keys:
+        # Nothing depends on anything, and TMA cannot describe an empty tensor.
+        dsink = None if sink is None else torch.zeros_like(sink)
+        return Gradients(*(q.new_zeros(t.shape) for t in (q, k, v)), dsink)
+    operands = (q, k, v, lengths, sink, out, lse, grad_out, grad_lse)
+    deterministic = deterministic or torch.are_deterministic_algorithms_enabled()
+    if backend == "reference":
+        return attention_backward_reference(problem, *operands)
+    if backend == "emulator":
+        target, device = arch or EMULATED_ARCH, "the emulator"
+        if q.device.type != "cpu":
+            raise ValueError(f'q is on {q.device}; backend="emulator" takes CPU tensors.')
+    else:
+        target, device = architecture_of(q.device)
+    decision = decide_backward(problem, target, deterministic, grad_lse is not None, device)
+    if decision.prepare is None:
+        if backend != "auto":
+            raise UnsupportedProblemError(
+                f"no fa4 kernel works out the gradients of this problem: "
+                f"{'; '.join(decision.reasons)}. ({problem})"
+            )
+        # The forward pass has warned already.
+        return attention_backward_reference(problem, *operands)
+    if backend == "emulator":
+        return emulate_backward(decision, *operands)
+    steps, gradients, statistics = backward_steps(decision, *operands)
+    if torch.cuda.device_count() > 1 and torch.cuda.current_device() != q.device.index:
+        with torch.cuda.device(q.device):
+            for step in steps:
+                get_kernel(step.spec)(*step.arguments)
+    else:
+        for step in steps:
+            get_kernel(step.spec)(*step.arguments)
+    return Gradients(*gradients, sink_gradient(sink, statistics))
+
+
+class Step(NamedTuple):
+    """One kernel of a backward pass.
+
+    arguments  of the compiled function
+    names      of its tensors, for messages; the arguments begin with those
+    outputs    positions of the tensors that it writes whole
+    """
+
+    spec: KernelSpec
+    arguments: tuple[Any, ...]
+    names: tuple[str, ...]
+    outputs: tuple[int, ...]
+
+
+def backward_steps(
+    decision: BackwardDecision,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    lengths: Lengths,
+    sink: Tensor | None,
+    out: Tensor,
+    lse: Tensor,
+    grad_out: Tensor,
+    grad_lse: Tensor | None,
+) -> tuple[list[Step], tuple[Tensor, Tensor, Tensor], Tensor]:
+    """(kernels with their arguments, (dq, dk, dv), row statistics); nothing is launched here.
+
+    The statistics are (2, batch or 1, heads_q, rows) fp32: `kernels.blocks.row_statistics`.
+    """
+    problem, prepare = decision.problem, decision.prepare
+    assert prepare is not None
+    clips_q = problem.has_seqused_q and not problem.packed_q
+    out = _addressable("out", out, clips_q)
+    grad_out = _addressable("grad_out", grad_out.to(out.dtype), clips_q)
+    if grad_lse is not None:
+        grad_lse = grad_lse.to(torch.float32)
+    statistics = torch.empty(
+        statistics_shape(problem, prepare.schedule.tile_m),  # type: ignore[attr-defined]
+        dtype=torch.float32,
+        device=q.device,
     )
+    dq, dk, dv = (torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in (q, k, v))
+    right = problem.window_right or 0
+    scalars = (problem.softmax_scale, problem.softcap, problem.window_left or 0, right)
+    steps = [
+        Step(
+            prepare,
+            (out, grad_out, lse, grad_lse, statistics, *lengths, problem.seqlen_k, right),
+            ("out", "grad_out", "lse", "grad_lse", "statistics", *Lengths._fields),
+            (4,),
+        )
+    ]
+    inputs = (q, k, v, grad_out, statistics)
+    names = ("q", "k", "v", "grad_out", "statistics")
+    dkv, dq_kernel = decision.kernels
+    steps.append(
+        Step(
+            dkv,
+            (*inputs, dk, dv, *lengths, *scalars, key_heads_in_group(problem)),
+            (*names, "dk", "dv", *Lengths._fields),
+            (5, 6),
+        )
+    )
+    steps.append(
+        Step(
+            dq_kernel,
+            (*inputs, dq, *lengths, *scalars, heads_in_group(problem)),
+            (*names, "dq", *Lengths._fields),
+            (5,),
+        )
+    )
+    return steps, (dq, dk, dv), statistics
+
+
+def emulate_backward(
+    decision: BackwardDecision,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    lengths: Lengths,
+    sink: Tensor | None,
+    out: Tensor,
+    lse: Tensor,
+    grad_out: Tensor,
+    grad_lse: Tensor | None = None,
+    **options: Any,
+) -> Gradients:
+    """What `attention_backward` does on a device, with its kernels emulated on CPU tensors.
+
+    decision  names kernels; see `fa4.dispatch.decide_backward` with the arch to be emulated
+    options   how to run them: the fields of `fa4.emulator.Options` (schedule, check_races, ...)
+
+    Raises as `fa4.emulator.run` does.
+    """
+    try:
+        from fa4.emulator import TensorUse, run
+    except ModuleNotFoundError as missing:
+        raise ModuleNotFoundError(
+            f'backend="emulator" needs {missing.name}: pip install "fa4-kernels[emulator]".'
+        ) from missing
+    steps, gradients, statistics = backward_steps(
+        decision, q, k, v, lengths, sink, out, lse, grad_out, grad_lse
+    )
+    for step in steps:
+        uses = {
+            position: TensorUse(
+                name, is_output=position in step.outputs, has_content=position not in step.outputs
+            )
+            for position, name in enumerate(step.names)
+        }
+        run(step.spec, *step.arguments, uses=uses, **options)
+    return Gradients(*gradients, sink_gradient(sink, statistics))
+
+
+def statistics_shape(problem: AttentionProblem, tile_m: int) -> tuple[int, int, int, int]:
+    """Of the workspace for row statistics, in blocks of ``tile_m`` rows."""
+    if problem.packed_q:
+        blocks = problem.seqlen_q // tile_m + problem.batch + 1
+        return 2, 1, problem.heads_q, blocks * tile_m
+    return 2, problem.batch, problem.heads_q, -(-problem.seqlen_q // tile_m) * tile_m
+
+
+def sink_gradient(sink: Tensor | None, statistics: Tensor) -> Tensor | None:
+    """-sum_i exp(sink - lse[i]) delta[i] over the rows of each head; rows without keys add 0."""
+    if sink is None:
+        return None
+    lse_log2, delta = statistics.unbind(0)
+    weight = torch.exp2(sink.float()[:, None] * LOG2_E - lse_log2)
+    return -(weight * delta).sum(dim=(0, 2)).to(sink.dtype)
+
+
+def key_heads_in_group(problem: AttentionProblem) -> int:
+    """(key head, batch entry) pairs whose key tiles a causal launch takes in turn.
+
+    As `fa4.launch.heads_in_group`, for tiles of keys: here the rows of q and grad_out of all query
+    heads of the pair should stay in L2.
+    """
+    if problem.window_right is None:
+        return 1
+    group = problem.heads_q // problem.heads_kv
+    pair_bytes = 2 * (problem.head_dim + problem.head_dim_v) * problem.seqlen_q * group
+    together = max(1, L2_FOR_KEYS_BYTES // pair_bytes)
+    together = 1 << (together.bit_length() - 1)  # a power of two divides most head counts
+    pairs = problem.heads_kv * (1 if problem.packed_k else problem.batch)
+    return max(1, min(pairs, together))
+
+
+def _addressable(name: str, tensor: Tensor, is_clipped: bool) -> Tensor:
+    """The tensor, or a copy of one that TMA cannot address."""
+    if layout_fault(name, tensor, is_clipped) is None:
+        return tensor
+    return tensor.clone(memory_format=torch.contiguous_format)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import warnings
 from collections.abc import Callable
@@ -10,8 +11,13 @@ from dataclasses import dataclass
 import torch
 
 from fa4.compiler import KernelSpec
-from fa4.kernels.features import ForwardFeatures, head_dim_class
-from fa4.pipelines import sm90
+from fa4.kernels.features import (
+    BackwardFeatures,
+    ForwardFeatures,
+    PrepareFeatures,
+    head_dim_class,
+)
+from fa4.pipelines import sm90, sm90_backward
 from fa4.problem import AttentionProblem
 
 # Compute capability -> compilation target.
@@ -20,6 +26,7 @@ ARCHITECTURE_NAMES = {"sm_90a": "Hopper", "sm_100a": "Blackwell", "sm_103a": "Bl
 
 # Of a launch: a role's tile index goes one grid past the last tile before it stops, in 32 bits.
 MAX_TILES = 2**30 - 1
+MAX_CTAS = 2**31 - 1  # of a grid
 
 # In fp32 the kernels' arithmetic on scores stays finite, and right to 1e-3, within these.
 SCALE_MAX = 1e30
@@ -61,12 +68,18 @@ CAPABILITIES = (
         dtypes=("bf16", "fp16"),
         head_dim_max=256,
         sink_dtypes=("fp32", "bf16", "fp16"),
+        needs_grad=True,
         entry="fa4.kernels.sm90.forward:compile_forward",
         schedule=sm90.forward_schedule,
     ),
     Capability(operation="forward", arch="sm_100a"),
     Capability(operation="forward", arch="sm_103a"),
 )
+
+# The backward pass: its row statistics, then the path without atomics.
+PREPARE_ENTRY = "fa4.kernels.backward_prepare:compile_prepare"
+DKV_ENTRY = "fa4.kernels.sm90.backward_dkv:compile_dkv"
+DQ_ENTRY = "fa4.kernels.sm90.backward_dq:compile_dq"
 
 
 @dataclass(frozen=True)
@@ -138,6 +151,93 @@ def decide(problem: AttentionProblem, arch: str | None, device: str = "this devi
     return Decision(problem, "fa4", KernelSpec(capability.entry, arch, features, schedule))
 
 
+@dataclass(frozen=True)
+class BackwardDecision:
+    """How the gradients of a problem are worked out; `str` of it is a text for people.
+
+    problem  what was asked of the forward pass
+    path     "two kernels" (dK and dV, then dQ; equal bits in every run) or "reference"
+    prepare  the kernel that works out the row statistics; None for the reference
+    kernels  the kernels behind it, in order; empty for the reference
+    reasons  why no kernel answers, in words a user can act on; empty for a kernel
+    """
+
+    problem: AttentionProblem
+    path: str
+    prepare: KernelSpec | None = None
+    kernels: tuple[KernelSpec, ...] = ()
+    reasons: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        lines = [f"problem   {self.problem}", f"backward  {self.path}"]
+        lines += [f"because   {reason}" for reason in self.reasons]
+        for spec in (self.prepare, *self.kernels):
+            if spec is not None:
+                lines.append(f"kernel    {spec.name}_{getattr(spec.schedule, 'name', '')}")
+        return "\n".join(lines)
+
+
+@functools.lru_cache(maxsize=4096)
+def decide_backward(
+    problem: AttentionProblem,
+    arch: str | None,
+    deterministic: bool = False,
+    has_grad_lse: bool = False,
+    device: str = "this device",
+) -> BackwardDecision:
+    """Choose the kernels for the gradients of a problem; pure, and the same on any machine.
+
+    deterministic  equal bits in every run are asked for
+    has_grad_lse   the LSE has a gradient
+    arch, device   as for `decide`, whose conditions are those of this too
+    """
+    forward = decide(dataclasses.replace(problem, needs_grad=True), arch, device)
+    if forward.kernel is None or arch is None:
+        return BackwardDecision(problem, "reference", reasons=forward.reasons)
+    features = backward_features_of(problem)
+    schedules = sm90_backward.two_kernel_schedules(features)
+    ctas = num_tiles(problem, schedules.prepare.tile_m)
+    ctas = max(ctas, num_key_tiles(problem, schedules.dkv.tile_n))
+    if ctas > MAX_CTAS:
+        reason = f"the problem has {ctas} tiles; one launch holds {MAX_CTAS}"
+        return BackwardDecision(problem, "reference", reasons=(reason,))
+    prepare = PrepareFeatures(
+        dtype=features.dtype,
+        head_dim_v=features.head_dim_v,
+        has_grad_lse=has_grad_lse,
+        has_right_bound=features.has_right_bound,
+        packed_q=features.packed_q,
+        packed_k=features.packed_k,
+        has_seqused_q=features.has_seqused_q,
+        has_seqused_k=features.has_seqused_k,
+    )
+    return BackwardDecision(
+        problem,
+        "two kernels",
+        KernelSpec(PREPARE_ENTRY, arch, prepare, schedules.prepare),
+        (
+            KernelSpec(DKV_ENTRY, arch, features, schedules.dkv),
+            KernelSpec(DQ_ENTRY, arch, features, schedules.dq),
+        ),
+    )
+
+
+def backward_features_of(problem: AttentionProblem) -> BackwardFeatures:
+    """The compile-time part of a problem, for its gradients."""
+    return BackwardFeatures(
+        dtype=problem.dtype,
+        head_dim=head_dim_class(problem.head_dim),
+        head_dim_v=head_dim_class(problem.head_dim_v),
+        has_left_bound=problem.window_left is not None,
+        has_right_bound=problem.window_right is not None,
+        score="softcap" if problem.softcap > 0.0 else "plain",
+        packed_q=problem.packed_q,
+        packed_k=problem.packed_k,
+        has_seqused_q=problem.has_seqused_q,
+        has_seqused_k=problem.has_seqused_k,
+    )
+
+
 def features_of(problem: AttentionProblem) -> ForwardFeatures:
     """The compile-time part of a problem."""
     if problem.softcap > 0.0:
@@ -164,6 +264,13 @@ def num_tiles(problem: AttentionProblem, tile_m: int) -> int:
     if problem.packed_q:
         return (problem.seqlen_q // tile_m + problem.batch + 1) * problem.heads_q
     return -(-problem.seqlen_q // tile_m) * problem.heads_q * problem.batch
+
+
+def num_key_tiles(problem: AttentionProblem, tile_n: int) -> int:
+    """Key tiles of a launch, as `num_tiles`."""
+    if problem.packed_k:
+        return (problem.seqlen_k // tile_n + problem.batch + 1) * problem.heads_kv
+    return -(-problem.seqlen_k // tile_n) * problem.heads_kv * problem.batch
 
 
 def _refusals(problem: AttentionProblem, capability: Capability) -> tuple[str, ...]:
