@@ -6,11 +6,13 @@ Importing needs no GPU, no driver and no compiler. See `flash_attn_func` for the
 `explain` for which kernel answers a call, and ``python -m fa4`` for the command line.
 """
 
-import fa4.ops  # makes torch.ops.fa4
-from fa4.attention import explain, flash_attn_func, flash_attn_varlen_func
+import fa4.ops  # noqa: F401  makes torch.ops.fa4
+from fa4.attention import flash_attn_func, flash_attn_varlen_func
 from fa4.checked_mode import checked
 from fa4.dispatch import Decision, FallbackWarning, UnsupportedProblemError
+from fa4.explanation import explain
 from fa4.problem import AttentionProblem
+from fa4.sdpa import SdpaDecision, scaled_dot_product_attention
 from fa4.versions import fa4_version
 
 __version__ = fa4_version()
@@ -19,9 +21,11 @@ __all__ = [
     "AttentionProblem",
     "Decision",
     "FallbackWarning",
+    "SdpaDecision",
     "UnsupportedProblemError",
     "checked",
     "explain",
     "flash_attn_func",
     "flash_attn_varlen_func",
+    "scaled_dot_product_attention",
 ]

@@ -202,7 +202,7 @@ def flash_attn_varlen_func(
     )
 
 
-def explain(
+def explain_attention(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -243,6 +243,36 @@ def explain(
     options = _Options(softmax_scale, causal, window_size, softcap, backend, arch, deterministic)
     q, k, v = _autocast(q, k, v) or (q, k, v)
     return _decide(q, k, v, lengths, options, sink, out)
+
+
+def attend_dense(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    softmax_scale: float | None,
+    causal: bool,
+    window_size: tuple[int, int],
+    backend: str,
+) -> Tensor:
+    """The output of `flash_attn_func` for the options that torch's SDPA has."""
+    out = _attend(
+        q,
+        k,
+        v,
+        None,
+        softmax_scale,
+        causal,
+        window_size,
+        0.0,
+        None,
+        None,
+        backend,
+        None,
+        False,
+        False,
+    )
+    assert isinstance(out, Tensor)
+    return out
 
 
 class _Options(NamedTuple):
@@ -529,13 +559,18 @@ def _autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor] 
     """
     if not all(isinstance(t, Tensor) and t.dtype in DTYPE_NAMES for t in (q, k, v)):
         return None
-    device = q.device.type
-    if not (torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)):
+    dtype = autocast_dtype(q.device)
+    if dtype is None or {q.dtype, k.dtype, v.dtype} in ({torch.bfloat16}, {torch.float16}):
         return None
-    if {q.dtype, k.dtype, v.dtype} in ({torch.bfloat16}, {torch.float16}):
-        return None
-    dtype = torch.get_autocast_dtype(device)
     return q.to(dtype), k.to(dtype), v.to(dtype)
+
+
+def autocast_dtype(device: torch.device) -> torch.dtype | None:
+    """What autocast casts to on a device, None where it is off."""
+    kind = device.type
+    if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):
+        return torch.get_autocast_dtype(kind)
+    return None
 
 
 def _refuse(**given: Any) -> None:

@@ -20,8 +20,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fa4.attention import explain, flash_attn_func
+from fa4.attention import flash_attn_func
 from fa4.compiler import KernelCompileError
+from fa4.explanation import explain
 from fa4.online_softmax import tiled_attention
 from fa4.versions import DependencyError
 

@@ -12,12 +12,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from fa4 import attention, dispatch, launch
+from fa4 import attention, backward, dispatch, launch, sdpa
 from fa4.compiler import KernelSpec
 from fa4.dispatch import Decision
 from fa4.kernels.features import ForwardFeatures
 from fa4.problem import AttentionProblem
 from fa4.reference import attention_reference
+from fa4.reference_backward import Gradients, attention_backward_reference
 
 BF16, FP16 = torch.bfloat16, torch.float16
 
@@ -173,7 +174,8 @@ def hopper(monkeypatch: pytest.MonkeyPatch) -> Hopper:
         machine.walks += 1
         return original(*arguments, **options)
 
-    monkeypatch.setattr(attention, "architecture_of", lambda device: ("sm_90a", "a faked Hopper"))
+    for module in (attention, sdpa):
+        monkeypatch.setattr(module, "architecture_of", lambda device: ("sm_90a", "a faked Hopper"))
     monkeypatch.setattr(attention, "describe_problem", describe_problem)
     monkeypatch.setattr(launch, "get_kernel", get_kernel)
     monkeypatch.setattr(launch, "multiprocessor_count", lambda device: 132)
@@ -188,12 +190,18 @@ def hopper(monkeypatch: pytest.MonkeyPatch) -> Hopper:
 def training_hopper(hopper: Hopper, monkeypatch: pytest.MonkeyPatch) -> Hopper:
     """A pretended Hopper with kernels for calls that want gradients, whatever it has in truth.
 
-    The gradients are then those of the backward pass for CPU tensors, the reference.
+    The gradients are the reference's, with any backend.
     """
 
     def decide(problem: AttentionProblem, arch: str | None, device: str = "a device") -> Decision:
         without = dataclasses.replace(problem, needs_grad=False)
         return dataclasses.replace(dispatch.decide(without, arch, device), problem=problem)
 
-    monkeypatch.setattr(attention, "decide", decide)
+    for module in (attention, sdpa):
+        monkeypatch.setattr(module, "decide", decide)
+
+    def attention_backward(*arguments: Any, **options: Any) -> Gradients:
+        return attention_backward_reference(*arguments)
+
+    monkeypatch.setattr(backward, "attention_backward", attention_backward)
     return hopper
