@@ -1,38 +1,63 @@
 """How much host time does an inference call take, beside every other implementation installed?
 
-Median of single calls at a size whose device time is short, the launch included.
+Median of single calls at a size whose device time is short, the launch included. SDPA is measured
+free to choose its backend: the context that forces one costs more than the call.
 """
 
 from __future__ import annotations
 
-import argparse
-from pathlib import Path
+from dataclasses import replace
 
 import torch
-import torch.nn.functional as F
 
-from perf.contenders import forward_contenders
-from perf.timing import host_time, write_csv
+from perf import cases, contenders
+from perf.command import REFUSALS, finish, make_parser, need_gpu, progress, selected
+from perf.timing import host_time
+
+CASES = (
+    replace(cases.dense(1, 128, 4, 4, 128), causal=True),
+    replace(cases.mix("log", 4, 4, 4, 128), causal=True),
+    cases.decode(1, 1024, 32, 8),
+)
+
+
+def operation_of(case: cases.Case) -> str:
+    if case.lengths_q != case.lengths_k:
+        return "decode"
+    return "varlen" if case.label else "forward"
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--csv", type=Path, help="also write the table here")
+    parser = make_parser(__doc__, rounds=3)
+    parser.add_argument("--calls", type=int, default=1000, help="a round (default %(default)s)")
     arguments = parser.parse_args()
-    q, k, v = (torch.randn(1, 128, 4, 128, device="cuda", dtype=torch.bfloat16) for _ in range(3))
+    need_gpu()
     rows = []
-    # SDPA without the context that forces a backend, which costs more than the call.
-    contenders = {n: f for n, f in forward_contenders().items() if "SDPA" not in n}
-    heads_first = [t.transpose(1, 2) for t in (q, k, v)]
-    contenders[f"SDPA, torch {torch.__version__}"] = lambda *_: F.scaled_dot_product_attention(
-        *heads_first, is_causal=True
-    )
-    for name, forward in contenders.items():
-        microseconds = host_time(lambda forward=forward: forward(q, k, v, True))
-        print(f"{name:36} {microseconds:7.1f} us")
-        rows.append({"contender": name, "host_us": round(microseconds, 2)})
-    if arguments.csv:
-        write_csv(arguments.csv, rows)
+    free = contenders.Sdpa("sdpa", None)
+    for case in progress(selected(CASES, arguments.cases), lambda case: case.name):
+        operation = operation_of(case)
+        inputs = cases.make_inputs(case, "cuda")
+        found, absent = contenders.available(operation, arguments.contenders)
+        found = [c for c in found if not isinstance(c, contenders.Sdpa)]
+        if hasattr(free, operation) and not arguments.contenders:
+            found.append(free)
+        for name, reason in absent.items():
+            print(f"not available: {name}: {reason}")
+        for contender in found:
+            row = case.row() | {"contender": contender.name, "version": contender.version}
+            row |= {"operation": operation, "host_us": None, "note": ""}
+            try:
+                call = getattr(contender, operation)(case, inputs)
+                times = [host_time(call, arguments.calls) for _ in range(arguments.rounds)]
+            except REFUSALS as refusal:
+                row["note"] = f"refused: {contenders.first_line(refusal)}"
+                print(f"{operation:8} {contender.name:16} {row['note']}")
+            else:
+                row |= {"host_us": min(times), "host_us_slowest": max(times)}
+                print(f"{operation:8} {contender.name:16} {min(times):7.1f} us", flush=True)
+            torch.cuda.synchronize()
+            rows.append(row)
+    finish(rows, arguments, "host_overhead", "host_us")
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from fa4.kernels.features import ForwardFeatures
+from fa4.pipelines import sm90_tuned
 
 SMEM_BYTES = 232_448  # per CTA: 227 KiB
 REGISTER_FILE = 65_536  # 32-bit registers per SM
@@ -132,7 +133,16 @@ class ForwardSchedule:
 
 
 def forward_schedule(features: ForwardFeatures) -> ForwardSchedule:
-    """The forward schedule for what a kernel must be able to do.
+    """The forward schedule for what a kernel must be able to do: measured, else by rule."""
+    winner = sm90_tuned.winner(features)
+    if winner is not None:
+        dims = {"head_dim": features.head_dim, "head_dim_v": features.head_dim_v}
+        return ForwardSchedule(**dims, **winner)
+    return forward_rule(features)
+
+
+def forward_rule(features: ForwardFeatures) -> ForwardSchedule:
+    """The forward schedule where none was measured to be better.
 
     The tile is the largest of the permitted ones whose registers and shared memory fit, since a
     longer key block amortises the row statistics and a further stage hides the loads.

@@ -1,0 +1,127 @@
+"""Which figures do the pages show? Draws them from the CSV files that the scripts here write.
+
+    python -m perf.plot results/forward.csv results/memory.csv --out docs/results/figures
+
+Bars of rates by case and contender; lines of peak memory against length, logarithmic both ways.
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+
+matplotlib.use("Agg")  # no display
+import matplotlib.pyplot as plt
+import pandas as pd
+
+# Okabe and Ito 2008: told apart with any colour vision. Ours is always the first.
+COLOURS = (
+    "#0072B2",
+    "#E69F00",
+    "#009E73",
+    "#CC79A7",
+    "#56B4E9",
+    "#D55E00",
+    "#F0E442",
+    "#999999",
+    "#000000",
+)
+
+# Column that is drawn: its axis, and whether bars start at zero on a linear axis.
+VALUES = {
+    "tflops": ("TFLOP/s", True),
+    "tbytes": ("TB/s of keys and values", True),
+    "host_us": ("host time of a call, µs", True),
+    "rms_error": ("root mean square error, relative", False),
+    "seconds": ("seconds", False),
+}
+
+
+def figure_of(table: pd.DataFrame, title: str) -> Any:
+    """The figure for a table, by the columns it has. Raises ValueError if there is none for it."""
+    if "peak_gib" in table:
+        return memory_figure(table, title)
+    value = next((name for name in VALUES if name in table), None)
+    if value is None:
+        raise ValueError(f"{title}: no figure is made of the columns {', '.join(table)}.")
+    return bars(table.dropna(subset=[value]), value, title)
+
+
+def contender_order(table: pd.DataFrame) -> list[str]:
+    names = list(dict.fromkeys(table["contender"]))
+    return sorted(names, key=lambda name: name != "fa4")  # stable: the others as they come
+
+
+def bars(table: pd.DataFrame, value: str, title: str) -> Any:
+    label, starts_at_zero = VALUES[value]
+    cases = list(dict.fromkeys(table["case"]))
+    names = contender_order(table)
+    figure, axes = plt.subplots(figsize=(max(6.0, 0.28 * len(cases) * len(names) + 2), 4.2))
+    width = 0.85 / len(names)
+    for i, name in enumerate(names):
+        values = table[table["contender"] == name].groupby("case", sort=False)[value].median()
+        heights = [values.get(case, 0.0) for case in cases]
+        places = [at + (i - (len(names) - 1) / 2) * width for at in range(len(cases))]
+        axes.bar(places, heights, width, label=name, color=COLOURS[i % len(COLOURS)])
+    axes.set_xticks(range(len(cases)), cases, rotation=35, ha="right", fontsize=8)
+    axes.set_ylabel(label)
+    if not starts_at_zero:
+        axes.set_yscale("log")
+    return finished(figure, axes, table, title)
+
+
+def memory_figure(table: pd.DataFrame, title: str) -> Any:
+    figure, axes = plt.subplots(figsize=(6.0, 4.2))
+    for i, name in enumerate(contender_order(table)):
+        rows = table[table["contender"] == name].sort_values("seqlen_k")
+        colour = COLOURS[i % len(COLOURS)]
+        axes.plot(rows["seqlen_k"], rows["peak_gib"], marker="o", label=name, color=colour)
+        computed = rows[rows["note"] != "measured"]
+        axes.plot(computed["seqlen_k"], computed["peak_gib"], "o", mfc="white", color=colour)
+    axes.set_xscale("log", base=2)
+    axes.set_yscale("log")
+    axes.set_xlabel("tokens (open circles: computed, not measured)")
+    axes.set_ylabel("GiB beyond the inputs")
+    return finished(figure, axes, table, title)
+
+
+def finished(figure: Any, axes: Any, table: pd.DataFrame, title: str) -> Any:
+    """Title with where and when it was measured, legend, grid."""
+    where = [str(table[name].iloc[0]) for name in ("device", "date", "commit") if name in table]
+    axes.set_title(f"{title}\n{', '.join(where)}" if where else title, fontsize=10)
+    axes.grid(axis="y", alpha=0.3)
+    axes.set_axisbelow(True)
+    axes.legend(fontsize=8, ncols=min(4, len(set(table["contender"]))))
+    figure.tight_layout()
+    return figure
+
+
+def draw(path: Path, folder: Path, kind: str) -> Path:
+    """Draw one CSV into ``folder``; returns the file, the same bytes for the same CSV."""
+    target = folder / f"{path.stem}.{kind}"
+    folder.mkdir(parents=True, exist_ok=True)
+    with matplotlib.rc_context({"svg.hashsalt": path.stem}):
+        figure = figure_of(pd.read_csv(path), path.stem.replace("_", " "))
+        metadata = {"Date": None} if kind == "svg" else None
+        figure.savefig(target, metadata=metadata, dpi=150)
+        plt.close(figure)
+    return target
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("csv", type=Path, nargs="+", help="files that the scripts in perf/ wrote")
+    parser.add_argument("--out", type=Path, required=True, metavar="FOLDER", help="of the figures")
+    parser.add_argument("--format", default="svg", choices=("svg", "png", "pdf"))
+    arguments = parser.parse_args()
+    for path in arguments.csv:
+        print(draw(path, arguments.out, arguments.format))
+
+
+if __name__ == "__main__":
+    main()
