@@ -1,5 +1,6 @@
 # make demo    attention on real input, checked against float64       make lint    ruff and mypy
 # make test    the whole test suite                                   make clean   remove .venv and build products
+# make bench   a benchmark of a few seconds; needs a GPU
 #
 # Every target sets up .venv by itself, once, and again when pyproject.toml changes. Variables:
 #   PYTHON           the Python (3.10 or newer) that .venv is made with          default: python3
@@ -16,13 +17,16 @@ HAS_GPU := $(shell (nvidia-smi -L || ls /dev/nvidia0) >/dev/null 2>&1 && echo ye
 TORCH ?= $(if $(HAS_GPU),,torch==$(CPU_TORCH_VERSION))
 PIP_INSTALL := $(BIN)/python -m pip --disable-pip-version-check install --quiet --quiet
 
-.PHONY: demo test lint format types setup clean
+.PHONY: demo test bench lint format types setup clean
 
 demo: setup
 	$(BIN)/python -m fa4 demo
 
 test: setup
 	$(BIN)/python -m pytest -n 2 $(TEST_ARGS)
+
+bench: setup
+	$(BIN)/python -m perf.smoke
 
 lint: setup
 	$(BIN)/ruff check .
@@ -46,7 +50,7 @@ $(VENV)/.installed: pyproject.toml
 	    "fa4 needs Python 3.10 or newer; name one with PYTHON=... ($(PYTHON) is " + sys.version + ")")'
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(if $(TORCH),$(PIP_INSTALL) $(if $(TORCH_INDEX_URL),--index-url $(TORCH_INDEX_URL)) '$(TORCH)')
-	$(PIP_INSTALL) --editable '.[test,dev]'
+	$(PIP_INSTALL) --editable '.[test,dev,perf]'
 	touch $@
 
 clean:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import re
 import sys
 import time
 from pathlib import Path
@@ -187,3 +188,17 @@ def test_nvml_that_is_missing_is_said_aloud(
     with command.device_sampler() as sampler:
         assert sampler is None
     assert "clock and power are not recorded" in capsys.readouterr().out
+
+
+def test_the_page_about_benchmarks_names_every_script_and_no_other() -> None:
+    root = Path(__file__).resolve().parents[2]
+    page = (root / "docs" / "benchmarks.md").read_text(encoding="utf-8")
+    listed = set(re.findall(r"^\| `perf\.(\w+)` \|", page, re.M))
+    assert listed == set(SCRIPTS)
+    for name in contenders.CONTENDERS:
+        assert f"`{name}`" in page
+    for used in re.findall(r"python -m perf\.(\w+)", page):
+        assert used in SCRIPTS
+    for path in (root / "perf").glob("*.py"):
+        is_script = "def main()" in path.read_text(encoding="utf-8")
+        assert is_script == (path.stem in SCRIPTS)
