@@ -9,13 +9,15 @@ bytes itself, in hardware's layout, and writes the first 64 only. As 64-bit litt
     1     4-6    rank - 1
     1     7-10   element type, see `ElementType`
     1     13-14  swizzle: none 0, 32 bytes 1, 64 bytes 2, 128 bytes 3
+    1     16     whether loads of f32 round to tf32, to nearest even
     1     18,21  L2 promotion and a hint; without effect on results
+    1     19     whether the swizzle's atoms have 32 bytes instead of 16
     1     32-63  stride of dimension 1, in units of 16 bytes
     2     0-31, 32-63  strides of dimensions 2 and 3
     3     0-31   stride of dimension 4
     3     32-47  bits 32-35 of the four strides, 4 each (dimension 4's inferred)
     4-6   32 each  sizes of dimensions 0 to 4, minus 1
-    6     56-63  box size of dimension 0, minus 1
+    6     56-63  box size of dimension 0, minus 1; sizes and coordinates of 4-bit elements count them
     7     8 each box sizes of dimensions 1 to 4, minus 1
 
 Dimension 0 is contiguous. Addresses are sums modulo 2**64: a "ragged" map has a stride so long that
@@ -34,6 +36,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from fa4.emulator.arithmetic import tf32_from_f32
 from fa4.emulator.errors import (
     InvalidDescriptor,
     Misaligned,
@@ -54,7 +57,7 @@ _WORDS = struct.Struct("<8Q")
 _FORMAT = 2  # in the lowest bits of word 1
 # Bits of the table above; the others were never seen set.
 _KNOWN_BITS = {
-    1: 0xFFFFFFFF_0024_67FF,
+    1: 0xFFFFFFFF_002D_67FF,
     3: 0x0000FFFF_FFFFFFFF,
     6: 0xFF000000_FFFFFFFF,
     7: 0xFFFFFFFF,
@@ -70,11 +73,17 @@ class ElementType(IntEnum):
     F32 = 7
     F64 = 9
     BF16 = 10
-    TF32 = 11
+    U4 = 11
 
     @property
     def nbytes(self) -> int:
+        """Of an element; of a pair of U4."""
         return _ELEMENT_BYTES[self]
+
+    @property
+    def in_unit(self) -> int:
+        """Elements that have `nbytes`."""
+        return 2 if self is ElementType.U4 else 1
 
 
 _ELEMENT_BYTES = {
@@ -86,9 +95,10 @@ _ELEMENT_BYTES = {
     ElementType.F32: 4,
     ElementType.F64: 8,
     ElementType.BF16: 2,
-    ElementType.TF32: 4,
+    ElementType.U4: 1,
 }
 _SWIZZLE_WIDTH = (0, 32, 64, 128)
+_WIDE_ATOM = 32
 
 
 class Reduction(Enum):
@@ -103,11 +113,14 @@ class Reduction(Enum):
 class TensorMap:
     """A decoded tensor map; dimension 0 is contiguous.
 
-    address    of element (0, ..., 0)
-    sizes      elements a dimension; coordinates outside read as zero and are not stored
-    strides    bytes a dimension
-    box        elements a dimension of a tile
-    swizzle    bytes of a row in which chunks are permuted; 0 is none
+    address         of element (0, ..., 0)
+    sizes           elements a dimension (bytes of U4 in dimension 0); coordinates outside read as
+                    zero and are not stored
+    strides         bytes a dimension
+    box             of a tile, as sizes
+    swizzle         bytes of a row in which chunks are permuted; 0 is none
+    atom            bytes that the swizzle keeps together
+    rounds_to_tf32  what is loaded
     """
 
     address: int
@@ -116,6 +129,8 @@ class TensorMap:
     strides: tuple[int, ...]
     box: tuple[int, ...]
     swizzle: int
+    atom: int = CHUNK
+    rounds_to_tf32: bool = False
 
     @property
     def rank(self) -> int:
@@ -162,6 +177,16 @@ def _decode(packed: bytes) -> TensorMap:
     strides = (element.nbytes, *(16 * unit for unit in units))
     sizes = tuple(size + 1 for size in halves[8:13])
     box = (packed[55] + 1, *(packed[56 + i] + 1 for i in range(4)))
+    if sizes[0] % element.in_unit or box[0] % element.in_unit:
+        raise InvalidDescriptor(
+            f"A tensor map has {sizes[0]} elements of {element.name}, {box[0]} in a tile; both must "
+            f"be multiples of {element.in_unit}."
+        )
+    sizes = (sizes[0] // element.in_unit, *sizes[1:])
+    box = (box[0] // element.in_unit, *box[1:])
+    rounds_to_tf32 = bool(words[1] >> 16 & 1)
+    if rounds_to_tf32 and element != ElementType.F32:
+        raise UnknownInstruction(f"A tensor map of {element.name} that rounds is not modelled.")
     tensor_map = TensorMap(
         address=words[0],
         element=element,
@@ -169,6 +194,8 @@ def _decode(packed: bytes) -> TensorMap:
         strides=strides[:rank],
         box=box[:rank],
         swizzle=_SWIZZLE_WIDTH[words[1] >> 13 & 0x3],
+        atom=_WIDE_ATOM if words[1] >> 19 & 1 else CHUNK,
+        rounds_to_tf32=rounds_to_tf32,
     )
     _validate(tensor_map)
     return tensor_map
@@ -188,6 +215,11 @@ def _validate(tensor_map: TensorMap) -> None:
             f"A tile row has {tensor_map.row_bytes} bytes, more than the {tensor_map.swizzle} "
             "of its swizzle."
         )
+    if tensor_map.atom != CHUNK and tensor_map.swizzle != _SWIZZLE_WIDTH[-1]:
+        raise UnknownInstruction(
+            f"A swizzle of {tensor_map.swizzle} bytes with atoms of {tensor_map.atom} is not "
+            "modelled."
+        )
     if tensor_map.swizzle and tensor_map.row_bytes < tensor_map.swizzle:
         raise UnknownInstruction(
             f"Tile rows of {tensor_map.row_bytes} bytes under a swizzle of {tensor_map.swizzle} "
@@ -200,10 +232,13 @@ def encode(tensor_map: TensorMap) -> bytes:
     rank = tensor_map.rank
     swizzle = _SWIZZLE_WIDTH.index(tensor_map.swizzle)
     head = _FORMAT | rank - 1 << 4 | tensor_map.element << 7 | swizzle << 13
+    head |= tensor_map.rounds_to_tf32 << 16 | (tensor_map.atom == _WIDE_ATOM) << 19
     missing = (0,) * (MAX_RANK - rank)
     units = [stride // 16 for stride in tensor_map.strides[1:]] + list(missing)
-    sizes = [size - 1 for size in tensor_map.sizes] + list(missing)
-    box = [size - 1 for size in tensor_map.box] + list(missing)
+    in_unit = tensor_map.element.in_unit
+    sizes = [tensor_map.sizes[0] * in_unit - 1, *(size - 1 for size in tensor_map.sizes[1:])]
+    box = [tensor_map.box[0] * in_unit - 1, *(size - 1 for size in tensor_map.box[1:])]
+    sizes, box = sizes + list(missing), box + list(missing)
     low = [unit & 0xFFFFFFFF for unit in units[:4]]
     upper = sum((unit >> 32) << 4 * dim for dim, unit in enumerate(units[:4]))
     fields = struct.pack("<QI4II5I", tensor_map.address, head, *low, upper, *sizes)
@@ -248,7 +283,12 @@ def _clip(
             f"{what} names {len(coordinates)} coordinates; its tensor map has rank "
             f"{tensor_map.rank}."
         )
-    nbytes = tensor_map.element.nbytes
+    nbytes, in_unit = tensor_map.element.nbytes, tensor_map.element.in_unit
+    if coordinates[0] % in_unit:
+        raise Misaligned(
+            f"{what} starts at element {coordinates[0]} of {tensor_map.element.name}, in a byte."
+        )
+    coordinates = (coordinates[0] // in_unit, *coordinates[1:])
     address = tensor_map.address
     last = 0  # offset of the last touched element's row from the first touched
     inside, shape, strides = [], [], []
@@ -300,6 +340,9 @@ def gather_tile(tensor_map: TensorMap, memory: GlobalMemory, coordinates: tuple[
     else:
         tile = np.zeros(shape, np.uint8)
     tile[part.inside] = part.view()
+    if tensor_map.rounds_to_tf32:
+        values = tile.reshape(-1).view(np.float32)
+        return tf32_from_f32(values, "rn").view(np.uint8)
     return tile.reshape(-1)
 
 
@@ -373,7 +416,8 @@ def _shared_positions(tensor_map: TensorMap, shared: SharedMemory, offset: int, 
     if not tensor_map.swizzle:
         return slice(start, start + num_chunks)
     in_period = start % (PERIOD // CHUNK)
-    return swizzled_range(in_period, num_chunks, tensor_map.swizzle) + (start - in_period)
+    positions = swizzled_range(in_period, num_chunks, tensor_map.swizzle, tensor_map.atom)
+    return positions + (start - in_period)
 
 
 def _require_tile_written(

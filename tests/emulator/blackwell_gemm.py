@@ -30,12 +30,16 @@ TYPES = {
     "tf32": cutlass.TFloat32,
     "e4m3": cutlass.Float8E4M3FN,
     "e5m2": cutlass.Float8E5M2,
+    "s8": cutlass.Int8,
+    "u8": cutlass.Uint8,
 }
+ACCUMULATORS = {"f32": cutlass.Float32, "f16": cutlass.Float16, "s32": cutlass.Int32}
 LOADS = {
     "32x32b": tcgen05.Ld32x32bOp,
     "16x64b": tcgen05.Ld16x64bOp,
     "16x128b": tcgen05.Ld16x128bOp,
     "16x256b": tcgen05.Ld16x256bOp,
+    "16x32bx2": tcgen05.Ld16x32bx2Op,
 }
 
 
@@ -48,6 +52,9 @@ class TileShape:
     tiles         of m rows; B is loaded once for all, by multicast from every CTA of the cluster
     a_mn, b_mn    whether A and B are stored MN major, k the slower dimension
     load, repeat  instruction that reads tensor memory
+    b_dtype       type of B, if it is another one
+    acc           type of D
+    rounds        whether TMA rounds operands to tf32
     """
 
     dtype: str = "bf16"
@@ -60,6 +67,9 @@ class TileShape:
     b_mn: bool = False
     load: str = "32x32b"
     repeat: int = 8
+    b_dtype: str = ""
+    acc: str = "f32"
+    rounds: bool = False
 
 
 class OneTileGemm:
@@ -69,22 +79,29 @@ class OneTileGemm:
         self.tile = tile
         self.group = tcgen05.CtaGroup.ONE if tile.ctas == 1 else tcgen05.CtaGroup.TWO
         self.tmem_columns = max(32, tile.n)
+        self.b_dtype = tile.b_dtype or tile.dtype
+        pack = tcgen05.Pack.PACK_16b_IN_32b if tile.acc == "f16" else tcgen05.Pack.NONE
+        self.tmem_load = LOADS[tile.load](tcgen05.Repetition(tile.repeat), pack)
 
     @cute.jit
     def __call__(
         self, mA: cute.Tensor, mB: cute.Tensor, mD: cute.Tensor, stream: cuda.CUstream
     ) -> None:
         tile = self.tile
-        dtype = mA.element_type
         mnk = (tile.m, tile.n, tile.k)
         modes = [
             OperandMajorMode.MN if is_mn else OperandMajorMode.K for is_mn in (tile.a_mn, tile.b_mn)
         ]
         tiled_mma = sm100.make_trivial_tiled_mma(
-            *[TYPES[tile.dtype]] * 2, *modes, cutlass.Float32, self.group, (tile.m, tile.n)
+            TYPES[tile.dtype],
+            TYPES[self.b_dtype],
+            *modes,
+            ACCUMULATORS[tile.acc],
+            self.group,
+            (tile.m, tile.n),
         )
-        sA_layout = sm100.make_smem_layout_a(tiled_mma, mnk, dtype, 1)
-        sB_layout = sm100.make_smem_layout_b(tiled_mma, mnk, dtype, 1)
+        sA_layout = sm100.make_smem_layout_a(tiled_mma, mnk, mA.element_type, 1)
+        sB_layout = sm100.make_smem_layout_b(tiled_mma, mnk, mB.element_type, 1)
         self.cluster_size = tile.ctas * tile.tiles
         cluster = cute.tiled_divide(
             cute.make_layout((self.cluster_size, 1, 1)), (tiled_mma.thr_id,)
@@ -106,8 +123,12 @@ class OneTileGemm:
             loaded: cutlass.Int64
             multiplied: cutlass.Int64
             tmem_address: cutlass.Int32
-            sA: cute.struct.Align[cute.struct.MemRange[dtype, cute.cosize(sA_layout)], 1024]
-            sB: cute.struct.Align[cute.struct.MemRange[dtype, cute.cosize(sB_layout)], 1024]
+            sA: cute.struct.Align[
+                cute.struct.MemRange[mA.element_type, cute.cosize(sA_layout)], 1024
+            ]
+            sB: cute.struct.Align[
+                cute.struct.MemRange[mB.element_type, cute.cosize(sB_layout)], 1024
+            ]
 
         self.storage = Storage
         self.kernel(
@@ -155,7 +176,8 @@ class OneTileGemm:
         if is_cluster:
             cute.arch.cluster_arrive()
             cute.arch.cluster_wait()
-        tmem = cute.arch.retrieve_tmem_ptr(cutlass.Float32, 16, storage.tmem_address.ptr)
+        acc_type = ACCUMULATORS[tile.acc]
+        tmem = cute.arch.retrieve_tmem_ptr(acc_type, 16, storage.tmem_address.ptr)
 
         acc_layout = tiled_mma.make_fragment_C(tiled_mma.partition_shape_C((tile.m, tile.n))).layout
         tCtD = cute.make_tensor(tmem, acc_layout)
@@ -171,14 +193,12 @@ class OneTileGemm:
                 self.multiply(tiled_mma, pair, tCtD, sA, sB, loaded, multiplied)
         cute.arch.mbarrier_wait(multiplied, 0)
 
-        atom = cute.make_copy_atom(
-            LOADS[tile.load](tcgen05.Repetition(tile.repeat)), cutlass.Float32
-        )
+        atom = cute.make_copy_atom(self.tmem_load, acc_type)
         t2r = tcgen05.make_tmem_copy(atom, tCtD[(None, None), 0, 0])
         thread = t2r.get_slice(tidx)
         tTRtD = thread.partition_S(tCtD[(None, None), 0, 0])
         tTRgD = thread.partition_D(tCgD[(None, None), 0, 0])
-        rD = cute.make_rmem_tensor(tTRgD.shape, cutlass.Float32)
+        rD = cute.make_rmem_tensor(tTRgD.shape, acc_type)
         cute.copy(t2r, tTRtD, rD)
         cute.arch.fence_view_async_tmem_load()
         cute.autovec_copy(rD, tTRgD)
@@ -252,20 +272,22 @@ class OneTileGemm:
 
 
 def compile_gemm(tile: TileShape) -> Any:
-    """(A, B, D): (tiles m, k) and (n, k) of the tile's type, (tiles m, n) float32."""
+    """(A, B, D): (tiles m, k) and (n, k) of the tile's types, (tiles m, n) of D's."""
 
     def matrix(dtype: Any, rows: int, columns: int, is_mn: bool) -> Any:
         stride = (1, rows) if is_mn else (columns, 1)
         return cute.runtime.make_fake_tensor(dtype, (rows, columns), stride, assumed_align=16)
 
-    # A tensor of type tf32 would be rounded by TMA; the tensor core itself reads float32.
-    dtype = cutlass.Float32 if tile.dtype == "tf32" else TYPES[tile.dtype]
+    def element(name: str) -> Any:
+        # A tensor of type tf32 is rounded by TMA; the tensor core itself reads float32.
+        return cutlass.Float32 if name == "tf32" and not tile.rounds else TYPES[name]
+
     with tempfile.TemporaryDirectory(prefix="fa4-") as folder:  # where the PTX is left as a file
         return cute.compile(
             OneTileGemm(tile),
-            matrix(dtype, tile.tiles * tile.m, tile.k, tile.a_mn),
-            matrix(dtype, tile.n, tile.k, tile.b_mn),
-            matrix(cutlass.Float32, tile.tiles * tile.m, tile.n, False),
+            matrix(element(tile.dtype), tile.tiles * tile.m, tile.k, tile.a_mn),
+            matrix(element(tile.b_dtype or tile.dtype), tile.n, tile.k, tile.b_mn),
+            matrix(ACCUMULATORS[tile.acc], tile.tiles * tile.m, tile.n, False),
             cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True),
             options=f"--enable-tvm-ffi --keep-ptx --gpu-arch sm_100a --dump-dir={folder}",
         )

@@ -19,7 +19,10 @@ DTYPES = {
     "tf32": torch.float32,
     "e4m3": torch.float8_e4m3fn,
     "e5m2": torch.float8_e5m2,
+    "s8": torch.int8,
+    "u8": torch.uint8,
 }
+ACCUMULATORS = {"f32": torch.float32, "f16": torch.float16, "s32": torch.int32}
 
 CASES: list[dict[str, Any]] = [
     # types
@@ -28,10 +31,18 @@ CASES: list[dict[str, Any]] = [
     {"dtype": "tf32"},
     {"dtype": "e4m3"},
     {"dtype": "e5m2", "k": 128},
+    {"dtype": "e5m2", "b_dtype": "e4m3"},
+    {"dtype": "s8", "acc": "s32"},
+    {"dtype": "u8", "acc": "s32", "n": 32},
+    {"dtype": "fp16", "acc": "f16"},
+    {"dtype": "e4m3", "acc": "f16", "load": "16x64b"},
+    {"dtype": "tf32", "rounds": True},
     # operands stored with k the slower dimension
     {"a_mn": True},
     {"b_mn": True, "n": 128},
     {"dtype": "e4m3", "a_mn": True, "b_mn": True},
+    {"dtype": "tf32", "a_mn": True, "b_mn": True, "k": 32},
+    {"dtype": "s8", "acc": "s32", "a_mn": True, "b_mn": True},
     # shapes, and instructions that read tensor memory
     {"n": 256, "repeat": 32},
     {"n": 16, "k": 16, "repeat": 1},
@@ -68,16 +79,18 @@ def multiply(case: dict[str, Any], **options: Any) -> tuple[torch.Tensor, torch.
     tile, kernel = compiled(tuple(case.items()))
     generator = torch.Generator().manual_seed(0)
 
-    def operand(rows: int, is_mn: bool) -> torch.Tensor:
-        values = torch.randint(-4, 5, (rows, tile.k), generator=generator).float()
-        matrix = values.to(DTYPES[tile.dtype])
+    def operand(rows: int, name: str, is_mn: bool) -> torch.Tensor:
+        low = 0 if name == "u8" else -4
+        values = torch.randint(low, 5, (rows, tile.k), generator=generator).float()
+        matrix = values.to(DTYPES[name])
         return matrix.T.contiguous().T if is_mn else matrix
 
     rows = tile.tiles * tile.m
-    a, b = operand(rows, tile.a_mn), operand(tile.n, tile.b_mn)
-    d = torch.full((rows, tile.n), float("nan"))
+    a = operand(rows, tile.dtype, tile.a_mn)
+    b = operand(tile.n, tile.b_dtype or tile.dtype, tile.b_mn)
+    d = torch.full((rows, tile.n), 99, dtype=ACCUMULATORS[tile.acc])
     run(kernel, a, b, d, device=DeviceModel("sm_100a"), **options)
-    return d, a.float() @ b.float().T
+    return d, (a.float() @ b.float().T).to(d.dtype)
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)

@@ -31,46 +31,6 @@ def shape_bits(m: int, n: int, types: int = BF16) -> int:
 # -- descriptors -----------------------------------------------------------------------------------
 
 
-def test_instruction_descriptor_is_decoded() -> None:
-    shape = decode_shape(shape_bits(256, 128) | 1 << 14 | 1 << 16, "f16", 2)
-    assert shape == MmaShape(2, Operand.BF16, Operand.BF16, 256, 128, False, True, 1, -1)
-    assert (shape.rows, shape.columns, shape.parts) == (128, 128, 1)
-
-
-def test_64_rows_of_a_pair_use_half_the_columns() -> None:
-    shape = decode_shape(shape_bits(128, 128), "f16", 2)
-    assert (shape.rows, shape.columns, shape.parts) == (64, 64, 2)
-
-
-@pytest.mark.parametrize(
-    ("m", "n", "group"),
-    [(256, 128, 1), (64, 64, 2), (256, 24, 2), (128, 0, 1), (96, 64, 1), (128, 264, 1)],
-)
-def test_shapes_that_do_not_exist_are_refused(m: int, n: int, group: int) -> None:
-    with pytest.raises(InvalidDescriptor, match=f"M = {m} and N = {n}"):
-        decode_shape(shape_bits(m, n), "f16", group)
-
-
-def test_mn_major_bytes_of_b_come_sixteen_at_a_time() -> None:
-    types = 1 << 4  # D f32, A and B e4m3
-    decode_shape(shape_bits(128, 24, types), "f8f6f4", 1)
-    with pytest.raises(InvalidDescriptor, match="N a multiple of 16"):
-        decode_shape(shape_bits(128, 24, types) | 1 << 16, "f8f6f4", 1)
-
-
-@pytest.mark.parametrize(
-    ("bits", "kind", "message"),
-    [
-        (shape_bits(128, 64) | 1 << 2, "f16", "Bits 0x4"),  # sparse
-        (shape_bits(128, 64), "tf32", "operand types 1 and 1"),
-        (shape_bits(128, 64, 1 << 4 | 2 << 7), "f8f6f4", "operand types 2 and 0"),
-    ],
-)
-def test_what_is_not_modelled_is_refused(bits: int, kind: str, message: str) -> None:
-    with pytest.raises(UnknownInstruction, match=message):
-        decode_shape(bits, kind, 1)
-
-
 def test_matrix_descriptor_is_decoded() -> None:
     found = decode_descriptor(0x123 | 5 << 16 | 64 << 32 | VERSION | 2 << 61)
     assert (found.start, found.leading_offset, found.stride_offset, found.swizzle) == (
@@ -96,6 +56,26 @@ def test_other_matrix_descriptors_are_refused(bits: int, error: type[Exception])
 
 
 # -- operands --------------------------------------------------------------------------------------
+
+
+def test_mn_major_tf32_has_atoms_of_32_bytes() -> None:
+    """Rows of 128 bytes, four of k in an atom, bits 5 and 6 of an address XORed with bits 7, 8."""
+    shared = SharedMemory.create(32 * 1024)
+    values = np.arange(shared.size // 4, dtype=np.float32)  # exact in tf32 where it is looked at
+    shared.bytes[:] = values.view(np.uint8)
+    shared.mark_written(0, shared.size)
+    rows, start, leading, stride = 64, 2048, 4096, 512
+    bits = start >> 4 | leading >> 4 << 16 | stride >> 4 << 32 | VERSION | 1 << 61
+    found = gather(shared, [bits], rows, True, Operand.TF32, "A")
+    for i, j in [(0, 0), (5, 0), (9, 3), (31, 4), (33, 7), (63, 5)]:
+        place = start + i % 32 * 4 + i // 32 * leading + j % 4 * 128 + j // 4 * stride
+        place ^= place >> 2 & 0x60
+        raw = shared.bytes[place : place + 4]
+        assert found[i, j] == Operand.TF32.to_f32(raw)[0], (i, j)
+    with pytest.raises(InvalidDescriptor, match="atoms have 32 bytes"):
+        gather(shared, [bits], rows, True, Operand.BF16, "A")
+    with pytest.raises(InvalidDescriptor, match="32-bit elements need 32"):
+        gather(shared, [bits & ~(7 << 61) | 2 << 61], rows, True, Operand.TF32, "A")
 
 
 @pytest.mark.parametrize("nbytes", [1, 2])
@@ -194,3 +174,70 @@ def test_other_lanes_of_an_accumulator_are_refused(memory: TensorMemory) -> None
     a, b, _ = product(shape)
     with pytest.raises(UnknownInstruction, match="starts at lane 16"):
         add_product(memory, 16 << 16, shape, a, b, adds=False)
+
+
+def test_stationary_accumulators_have_columns_in_parts_of_the_lanes(memory: TensorMemory) -> None:
+    for m, parts in ((64, 2), (32, 4)):
+        shape = decode_shape(shape_bits(m, 64), "f16", 1, is_ws=True)
+        a, b, exact = product(shape)
+        add_product(memory, 0, shape, a, b, adds=False)
+        columns = 64 // parts
+        stored = memory.words[:columns].view(np.float32)
+        for part in range(parts):
+            lanes = slice(part * m, (part + 1) * m)
+            wanted = exact[:, part * columns : (part + 1) * columns]
+            assert np.array_equal(stored[:, lanes].T, wanted), (m, part)
+
+
+def test_parts_of_the_lanes_have_their_own_copies_of_a(memory: TensorMemory) -> None:
+    shape = decode_shape(shape_bits(128, 64), "f16", 2)
+    a, b, _ = product(shape)
+    add_product(memory, 0, shape, np.concatenate((a, 2 * a)), b, adds=False)
+    stored = memory.words[:32].view(np.float32)
+    assert np.array_equal(stored[:, :64].T, a @ b[:32].T)
+    assert np.array_equal(stored[:, 64:].T, 2 * a @ b[32:].T)
+
+
+def test_half_accumulators_take_the_lower_half_of_words(memory: TensorMemory) -> None:
+    shape = decode_shape(shape_bits(128, 64, 0), "f16", 1)  # D, A and B fp16
+    a, b, exact = product(shape)
+    add_product(memory, 0, shape, a, b, adds=False)
+    add_product(memory, 0, shape, a, b, adds=True)
+    halves = memory.words[:64].astype(np.uint16).view(np.float16)
+    assert np.array_equal(halves.T, 2 * exact)
+
+
+@pytest.mark.parametrize("saturates", [False, True])
+def test_integer_sums_wrap_around_or_saturate(memory: TensorMemory, saturates: bool) -> None:
+    bits = shape_bits(128, 16, 2 << 4 | 1 << 7 | 1 << 10 | saturates << 3)
+    shape = decode_shape(bits, "i8", 1)
+    limit = np.int32(2**31 - 5)
+    memory.write(0, slice(0, 128), np.full((16, 128), limit, np.int32).view(np.uint32), "test")
+    a, b = np.zeros((128, 32), np.float32), np.zeros((16, 32), np.float32)
+    a[:, 0], b[:, 0] = 100, 1
+    add_product(memory, 0, shape, a, b, adds=True)
+    expected = 2**31 - 1 if saturates else 2**31 - 5 + 100 - 2**32
+    assert (memory.words[:16].view(np.int32) == expected).all()
+
+
+@pytest.mark.parametrize("accumulator", [0, 1])
+def test_an_accumulator_can_be_scaled_before_it_is_added_to(
+    memory: TensorMemory, accumulator: int
+) -> None:
+    shape = decode_shape(shape_bits(128, 64, accumulator << 4), "f16", 1)
+    a, b, exact = product(shape)
+    add_product(memory, 0, shape, a, b, adds=False)
+    add_product(memory, 0, shape, a, b, adds=True, scale_exponent=3)
+    words = memory.words[:64]
+    found = words.view(np.float32) if accumulator else words.astype(np.uint16).view(np.float16)
+    assert np.array_equal(found.T, exact + exact / 8)
+
+
+def test_lanes_can_be_kept(memory: TensorMemory) -> None:
+    shape = decode_shape(shape_bits(128, 64), "f16", 1)
+    a, b, exact = product(shape)
+    add_product(memory, 0, shape, a, b, adds=False)
+    kept = np.arange(128) % 3 == 0
+    add_product(memory, 0, shape, a, b, adds=True, kept=kept)
+    factor = np.where(kept, 1, 2)[:, None]
+    assert np.array_equal(memory.words[:64].view(np.float32).T, factor * exact)
