@@ -17,11 +17,12 @@ bytes itself, in hardware's layout, and writes the first 64 only. As 64-bit litt
     3     0-31   stride of dimension 4
     3     32-47  bits 32-35 of the four strides, 4 each (dimension 4's inferred)
     4-6   32 each  sizes of dimensions 0 to 4, minus 1
-    6     56-63  box size of dimension 0, minus 1; sizes and coordinates of 4-bit elements count them
+    6     56-63  box size of dimension 0, minus 1
     7     8 each box sizes of dimensions 1 to 4, minus 1
 
-Dimension 0 is contiguous. Addresses are sums modulo 2**64: a "ragged" map has a stride so long that
-it leads around and back, so only the touched elements of a box are checked, never the map's extent.
+Dimension 0 is contiguous; of 4-bit elements its sizes and coordinates count each. Addresses are sums
+modulo 2**64: a "ragged" map has a stride so long that it leads around and back, so only the touched
+elements of a box are checked, never the map's extent.
 The layout was found by changing one property of a map at a time, and confirmed by what kernels
 computed through it. Interleaving, element strides and NaN fill were not located; any bit that is
 not in this table is refused.
@@ -179,8 +180,8 @@ def _decode(packed: bytes) -> TensorMap:
     box = (packed[55] + 1, *(packed[56 + i] + 1 for i in range(4)))
     if sizes[0] % element.in_unit or box[0] % element.in_unit:
         raise InvalidDescriptor(
-            f"A tensor map has {sizes[0]} elements of {element.name}, {box[0]} in a tile; both must "
-            f"be multiples of {element.in_unit}."
+            f"A tensor map has {sizes[0]} elements of {element.name}, {box[0]} in a tile; both "
+            f"must be multiples of {element.in_unit}."
         )
     sizes = (sizes[0] // element.in_unit, *sizes[1:])
     box = (box[0] // element.in_unit, *box[1:])

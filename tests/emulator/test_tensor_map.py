@@ -340,3 +340,72 @@ def test_integer_reductions_without_a_known_sign_are_refused():
     store_tile(tensor_map, memory, shared, 0, (0, 0), Reduction.ADD)
     with pytest.raises(UnknownInstruction, match="min of U32"):
         store_tile(tensor_map, memory, shared, 0, (0, 0), Reduction.MIN)
+
+
+# ------------------------------------------------------------------ other types and swizzles
+
+
+def test_maps_of_other_types_that_host_code_of_the_dsl_packed():
+    """tf32 with k the slower dimension, and 4-bit elements, by CuTe-DSL 4.8.1."""
+    words = (BASE, 0x20000D6392, 0, 0, 0x1F0000007F, 0, 31 << 56, 0x1F)
+    assert decode(struct.pack("<8Q", *words)) == TensorMap(
+        address=BASE,
+        element=ElementType.F32,
+        sizes=(128, 32),
+        strides=(4, 512),
+        box=(32, 32),
+        swizzle=128,
+        atom=32,
+        rounds_to_tf32=True,
+    )
+    words = (BASE, 0x800046592, 0, 0, 0x7F000000FF, 0, 255 << 56, 0x7F)
+    pairs = decode(struct.pack("<8Q", *words))
+    assert (pairs.element, pairs.sizes, pairs.box) == (ElementType.U4, (128, 128), (128, 128))
+    assert (pairs.row_bytes, pairs.strides) == (128, (1, 128))
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"element": ElementType.U4, "sizes": (64, 100), "strides": (1, 64), "box": (64, 8)},
+        {"element": ElementType.F32, "strides": (4, 512), "box": (32, 8), "atom": 32},
+        {"element": ElementType.F32, "strides": (4, 512), "box": (32, 8), "rounds_to_tf32": True},
+    ],
+)
+def test_these_maps_are_packed_and_decoded_again(changes):
+    tensor_map = make_map(**({"swizzle": 64} if "U4" in str(changes) else {}), **changes)
+    assert decode(encode(tensor_map)) == tensor_map
+
+
+def test_coordinates_of_4_bit_elements_count_elements():
+    memory, data = filled_memory()
+    tensor_map = make_map(
+        element=ElementType.U4, sizes=(64, 100), strides=(1, 64), box=(32, 8), swizzle=32
+    )
+    tile = gather_tile(tensor_map, memory, (64, 3)).reshape(8, 32)
+    assert np.array_equal(tile, data[: 64 * 100].reshape(100, 64)[3:11, 32:])
+    with pytest.raises(Misaligned, match="element 1 of U4, in a byte"):
+        gather_tile(tensor_map, memory, (1, 0))
+
+
+def test_loads_of_tf32_round_to_nearest_even():
+    memory = GlobalMemory()
+    values = np.array([1 + 2**-11, 1 + 3 * 2**-11, 1 + 2**-11 + 2**-20, -1 - 2**-12], np.float32)
+    memory.register("x", BASE, values.view(np.uint8))
+    tensor_map = make_map(
+        element=ElementType.F32, sizes=(4,), strides=(4,), box=(4,), swizzle=0, rounds_to_tf32=True
+    )
+    found = gather_tile(tensor_map, memory, (0,)).view(np.float32)
+    assert found.tolist() == [1, 1 + 2**-9, 1 + 2**-10, -1]
+
+
+def test_a_swizzle_with_atoms_of_32_bytes():
+    memory, data = filled_memory()
+    shared = SharedMemory.create(1 << 14)
+    tensor_map = make_map(
+        element=ElementType.F32, sizes=(32, 100), strides=(4, 128), box=(32, 16), atom=32
+    )
+    load_tile(tensor_map, memory, shared, 1024, (0, 0))
+    for byte in range(0, tensor_map.tile_bytes, 4):
+        place = (1024 + byte) ^ ((1024 + byte) >> 2 & 0x60)
+        assert np.array_equal(shared.bytes[place : place + 4], data[byte : byte + 4]), byte
