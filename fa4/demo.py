@@ -30,6 +30,7 @@ HEADS_Q, HEADS_KV, HEAD_DIM = 8, 2, 128
 MODEL_DIM = 256  # of the word vectors
 CPU_TOKENS, GPU_TOKENS = 512, 4096
 LSE_BUDGET = 1e-3
+EMULATED = ("sm_90a", "sm_100a")  # architectures whose kernels run where there is no GPU
 
 
 class TextTooShortError(ValueError):
@@ -117,10 +118,12 @@ def computations(inputs: Inputs) -> Iterator[tuple[str, Call]]:
     """Everything on this machine that computes attention: a name that says where, and a call."""
     q, k, v = inputs.q, inputs.k, inputs.v
 
-    def by(backend: str, device: str) -> Call:
+    def by(backend: str, device: str, arch: str | None = None) -> Call:
         def call() -> tuple[Tensor, Tensor]:
             tensors = [x.to(device) for x in (q, k, v)]
-            result = flash_attn_func(*tensors, causal=True, return_lse=True, backend=backend)
+            result = flash_attn_func(
+                *tensors, causal=True, return_lse=True, backend=backend, arch=arch
+            )
             assert isinstance(result, tuple)
             return result
 
@@ -137,8 +140,10 @@ def computations(inputs: Inputs) -> Iterator[tuple[str, Call]]:
             'fa4\'s kernels are not run: the emulator needs pip install "fa4-kernels[emulator]".\n'
         )
     else:
-        name = explain(q, k, v, causal=True, backend="emulator").kernel_name
-        yield f"kernel {name} emulated on the CPU", by("emulator", "cpu")
+        for arch in EMULATED:
+            decision = explain(q, k, v, causal=True, backend="emulator", arch=arch)
+            name = f"kernel {decision.kernel_name} emulated on the CPU"
+            yield name, by("emulator", "cpu", arch=arch)
     yield "reference (PyTorch) on the CPU", by("reference", "cpu")
     tiled = functools.partial(tiled_attention, q, k, v, tile_m=128, tile_n=128, causal=True)
     yield "tiled online softmax (PyTorch) on the CPU", tiled

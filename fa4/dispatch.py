@@ -17,7 +17,7 @@ from fa4.kernels.features import (
     PrepareFeatures,
     head_dim_class,
 )
-from fa4.pipelines import sm90, sm90_backward
+from fa4.pipelines import sm90, sm90_backward, sm100
 from fa4.problem import AttentionProblem
 
 # Compute capability -> compilation target.
@@ -33,6 +33,9 @@ SCALE_MAX = 1e30
 SOFTCAP_MIN, SOFTCAP_MAX = 1e-3, 4096.0
 # A smaller positive scale may round to 0, which must not meet the -inf of a masked score.
 PLAIN_SCALE_MIN = 1e-30
+
+
+ForwardSchedule = sm90.ForwardSchedule | sm100.ForwardSchedule
 
 
 class FallbackWarning(UserWarning):
@@ -58,7 +61,7 @@ class Capability:
     sink_dtypes: tuple[str, ...] = ()
     needs_grad: bool = False
     entry: str = ""
-    schedule: Callable[[ForwardFeatures], sm90.ForwardSchedule] | None = None
+    schedule: Callable[[ForwardFeatures], ForwardSchedule] | None = None
 
 
 CAPABILITIES = (
@@ -72,8 +75,18 @@ CAPABILITIES = (
         entry="fa4.kernels.sm90.forward:compile_forward",
         schedule=sm90.forward_schedule,
     ),
-    Capability(operation="forward", arch="sm_100a"),
-    Capability(operation="forward", arch="sm_103a"),
+    *(
+        Capability(
+            operation="forward",
+            arch=arch,
+            dtypes=("bf16", "fp16"),
+            head_dim_max=256,
+            sink_dtypes=("fp32", "bf16", "fp16"),
+            entry="fa4.kernels.sm100.forward:compile_forward",
+            schedule=sm100.forward_schedule,
+        )
+        for arch in ("sm_100a", "sm_103a")
+    ),
 )
 
 # The backward pass: its row statistics, then the path without atomics.
@@ -113,7 +126,7 @@ class Decision:
         else:
             schedule = self.kernel.schedule
             lines.append(f"answer    kernel {self.kernel_name} for {self.kernel.arch}")
-            if isinstance(schedule, sm90.ForwardSchedule):
+            if isinstance(schedule, ForwardSchedule):
                 lines.append(f"schedule  {schedule.description}")
         return "\n".join(lines)
 

@@ -118,7 +118,7 @@ def test_info_says_for_each_gpu_whether_kernels_run_on_it(
     _, out, _ = run(capsys, "info")
     assert "cuda:0 H200 (compute capability 9.0), 80 GiB; kernels: forward" in out
     assert "cuda:1 A100 (compute capability 8.0), 80 GiB; kernels: none" in out
-    assert "cuda:2 B200 (compute capability 10.0), 80 GiB; kernels: none" in out
+    assert "cuda:2 B200 (compute capability 10.0), 80 GiB; kernels: forward" in out
 
 
 def test_explain_prints_the_decision_for_an_architecture(

@@ -27,10 +27,11 @@ from fa4.dispatch import (
     support_table,
 )
 from fa4.kernels.features import HEAD_DIM_CLASSES, ForwardFeatures, head_dim_class
-from fa4.pipelines.sm90 import ForwardSchedule, forward_schedule
+from fa4.pipelines import sm90, sm100
 from fa4.problem import MAX_ROWS, AttentionProblem
 
 ARCHS = (None, "sm_90a", "sm_100a", "sm_103a", "sm_80", "sm_120a")
+KERNELS = {"sm_90a": sm90, "sm_100a": sm100, "sm_103a": sm100}  # where their schedules are
 SUPPORTED = "9.0 (Hopper), 10.0 (Blackwell), 10.3 (Blackwell Ultra)"
 
 # Answered on Hopper; tests change what they are about.
@@ -80,12 +81,12 @@ def is_answered(problem: AttentionProblem, arch: str | None) -> bool:
     """Whether docs/support.md promises a kernel; written apart from `dispatch`."""
     rows = problem.seqlen_q if problem.packed_q else problem.seqlen_q * problem.batch
     keys = problem.seqlen_k if problem.packed_k else problem.seqlen_k * problem.batch
-    if arch != "sm_90a" or rows * problem.heads_q == 0 or keys * problem.heads_kv == 0:
+    if arch not in KERNELS or rows * problem.heads_q == 0 or keys * problem.heads_kv == 0:
         return False
     dims_fit = all(
         dim % 8 == 0 and 8 <= dim <= 256 for dim in (problem.head_dim, problem.head_dim_v)
     )
-    # The most tiles that any tile of 128 or 192 rows makes; problems between the two do not occur.
+    # The most tiles that any tile of 128 to 512 rows makes; problems between the two do not occur.
     tiles = -(-problem.seqlen_q // 128) * problem.batch * problem.heads_q
     if problem.packed_q:
         tiles = (problem.seqlen_q // 128 + problem.batch + 1) * problem.heads_q
@@ -95,7 +96,7 @@ def is_answered(problem: AttentionProblem, arch: str | None) -> bool:
         and problem.sink_dtype in (None, "bf16", "fp16", "fp32")
         and -1e30 <= problem.softmax_scale <= 1e30
         and (problem.softcap == 0 or 0.001 <= problem.softcap <= 4096)
-        and not problem.needs_grad
+        and (arch == "sm_90a" or not problem.needs_grad)
         and problem.layout_fault is None
         and tiles <= dispatch.MAX_TILES
     )
@@ -124,23 +125,25 @@ def test_every_problem_gets_a_kernel_or_reasons(
 @settings(max_examples=400, deadline=None)
 @given(problem=problems())
 def test_c65_a_kernel_answers_exactly_what_is_documented(problem: AttentionProblem) -> None:
-    narrow = problem.head_dim <= 64 and problem.head_dim_v <= 64
-    tiles = [num_tiles(problem, tile_m) for tile_m in (128, 192)]
-    if narrow and min(tiles) <= dispatch.MAX_TILES < max(tiles):
+    tiles = [num_tiles(problem, tile_m) for tile_m in (128, 192, 256, 512)]
+    if min(tiles) <= dispatch.MAX_TILES < max(tiles):
         return  # depends on the schedule; see the test of MAX_TILES
     for arch in ARCHS:
         assert (decide(problem, arch).kernel is not None) == is_answered(problem, arch)
 
 
 @settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.filter_too_much])
-@given(problem=problems().filter(lambda problem: is_answered(problem, "sm_90a")))
-def test_c65_a_kernel_can_do_what_the_problem_asks(problem: AttentionProblem) -> None:
-    kernel = decide(problem, "sm_90a").kernel
+@given(
+    problem=problems().filter(lambda problem: is_answered(problem, "sm_100a")),
+    arch=st.sampled_from(sorted(KERNELS)),
+)
+def test_c65_a_kernel_can_do_what_the_problem_asks(problem: AttentionProblem, arch: str) -> None:
+    kernel = decide(problem, arch).kernel
     assert kernel is not None
-    assert kernel.arch == "sm_90a"
+    assert kernel.arch == arch
     features, schedule = kernel.features, kernel.schedule
     assert isinstance(features, ForwardFeatures)
-    assert isinstance(schedule, ForwardSchedule)
+    assert isinstance(schedule, KERNELS[arch].ForwardSchedule)
     for name in ("dtype", "sink_dtype", "packed_q", "packed_k", "has_seqused_q", "has_seqused_k"):
         assert getattr(features, name) == getattr(problem, name)
     for name in ("head_dim", "head_dim_v"):
@@ -151,32 +154,35 @@ def test_c65_a_kernel_can_do_what_the_problem_asks(problem: AttentionProblem) ->
     assert (features.score == "softcap") == (problem.softcap > 0)
     # With scale <= 0 the largest score is not the largest product, and 0 times -inf is NaN.
     assert features.score != "plain" or problem.softmax_scale >= 1e-30
-    assert schedule == forward_schedule(features)
+    assert schedule == KERNELS[arch].forward_schedule(features)
 
 
 def test_c65_the_entry_of_a_kernel_exists() -> None:
     """Found without importing it, which would import the DSL."""
     entry = {c.entry for c in CAPABILITIES if c.dtypes}
-    assert entry == {"fa4.kernels.sm90.forward:compile_forward"}
-    module, function = entry.pop().split(":")
+    assert entry == {
+        "fa4.kernels.sm90.forward:compile_forward",
+        "fa4.kernels.sm100.forward:compile_forward",
+    }
     import importlib.util
 
-    found = importlib.util.find_spec(module)
-    assert found is not None
-    assert found.origin is not None
-    with open(found.origin, encoding="utf-8") as source:
-        assert re.search(rf"^def {function}\(", source.read(), re.M)
+    for module, function in (each.split(":") for each in entry):
+        found = importlib.util.find_spec(module)
+        assert found is not None
+        assert found.origin is not None
+        with open(found.origin, encoding="utf-8") as source:
+            assert re.search(rf"^def {function}\(", source.read(), re.M)
 
 
 @pytest.mark.parametrize(
     ("changes", "arch", "reason"),
     [
-        ({"head_dim": 512, "head_dim_v": 512}, "sm_100a", "no Blackwell kernel is built yet"),
+        ({"head_dim": 512}, "sm_100a", "head_dim=512 is not a multiple of 8 up to 256"),
         ({"dtype": "fp32"}, "sm_90a", "dtype fp32 is not one of bf16, fp16"),
         (
             {"head_dim": 192, "needs_grad": True},
-            "sm_90a",
-            "gradients are asked for and the Hopper backward is not built yet",
+            "sm_100a",
+            "gradients are asked for and the Blackwell backward is not built yet",
         ),
         # C106
         ({"head_dim": 100}, "sm_90a", "head_dim=100 is not a multiple of 8 up to 256"),
@@ -213,7 +219,7 @@ def test_each_fault_has_one_reason_and_mending_it_takes_that_away(faults: tuple[
     changes: dict[str, Any] = {}
     for fault in faults:
         changes |= FAULTS[fault][0]
-    reasons = decide(dataclasses.replace(PLAIN, **changes), "sm_90a").reasons
+    reasons = decide(dataclasses.replace(PLAIN, **changes), "sm_100a").reasons
     assert len(reasons) == len(faults)
     for fault, reason in zip(faults, reasons, strict=True):
         assert FAULTS[fault][1] in reason
@@ -240,7 +246,7 @@ def test_text_of_a_decision_names_the_kernel_or_every_reason() -> None:
     lines = str(answered).splitlines()
     assert lines[0] == f"problem   {PLAIN}"
     assert f"answer    kernel {name} for sm_90a" in lines
-    assert isinstance(answered.kernel.schedule, ForwardSchedule)
+    assert isinstance(answered.kernel.schedule, sm90.ForwardSchedule)
     assert f"schedule  {answered.kernel.schedule.description}" in lines
     refused = decide(dataclasses.replace(PLAIN, dtype="fp32", needs_grad=True), "sm_90a")
     assert [f"because   {reason}" for reason in refused.reasons] == str(refused).splitlines()[2:]
@@ -450,16 +456,13 @@ def test_c66_compute_capabilities(
     assert found == arch
     assert words == f"Fake GPU (compute capability {capability[0]}.{capability[1]})"
     decision = decide(PLAIN, found, words)
-    if arch == "sm_90a":
-        assert decision.kernel is not None
-        assert decision.kernel.arch == "sm_90a"
-    elif arch is None:
+    if arch is None:
         assert decision.reasons == (
             f"{words} has no kernels; they need compute capability {SUPPORTED}",
         )
     else:
-        name = dispatch.ARCHITECTURE_NAMES[arch]
-        assert decision.reasons == (f"no {name} kernel is built yet",)
+        assert decision.kernel is not None
+        assert decision.kernel.arch == arch
 
 
 @pytest.mark.parametrize("kind", ["cpu", "meta", "mps"])

@@ -114,16 +114,32 @@ def finish_row(
     sink_log2: Float32,
     has_sink: cutlass.Constexpr[bool],
 ):
+    """`finish_total` of a row whose sum four lanes hold in parts.
+
+    row_sum  this thread's part
+    """
+    total = row_sum + cute.arch.shuffle_sync_bfly(row_sum, offset=1)
+    total = total + cute.arch.shuffle_sync_bfly(total, offset=2)
+    return finish_total(row_max, total, scale_log2, sink_log2, has_sink)
+
+
+@cute.jit
+def finish_total(
+    row_max: Float32,
+    total: Float32,
+    scale_log2: Float32,
+    sink_log2: Float32,
+    has_sink: cutlass.Constexpr[bool],
+):
     """Normalisation of a row and its log-sum-exp.
 
-    row_sum    this thread's part; the four lanes of the row are added here
+    row_max    what was subtracted from the row's unscaled scores: its maximum or a little less
+    total      sum of exp2(scale_log2 * (score - row_max))
     sink_log2  the row's sink logit times log2(e)
 
     Returns (factor for the accumulated output, LSE in natural log). A row that saw no key has
     factor 0 and LSE -inf, with a sink too.
     """
-    total = row_sum + cute.arch.shuffle_sync_bfly(row_sum, offset=1)
-    total = total + cute.arch.shuffle_sync_bfly(total, offset=2)
     factor = Float32(0.0)
     lse = -Float32.inf
     # A row that saw a key has a sum of at least 1, or NaN.

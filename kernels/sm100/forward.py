@@ -1,0 +1,1250 @@
+"""Blackwell forward attention: tensor-memory accumulators, two query tiles in flight.
+
+    o[i, :] = sum_j p[i, j] v[j, :] / l[i],   p[i, j] = exp(x[i, j] - m[i]),   x = scale * q k^T
+    lse[i] = m[i] + ln l[i]
+
+over the keys j that row i sees, with softcap, window and sink as `fa4.attention` defines them.
+Method: FA2 (query tile outer, key blocks inner, online softmax), FA4 (scores, probabilities and
+output in tensor memory, two query tiles in turn, a warpgroup that rescales O off the critical
+path, and only where the maximum has risen by a lot).
+
+Roles (T + 2 warpgroups; T = query_tiles)
+  warpgroups 0..T-1  softmax     each the scores of its query tile, a row a thread
+  warpgroup T        correction  rescales O in tensor memory; at the end divides, rounds, writes it
+                                 to shared memory, and stores the LSE
+  warpgroup T+1      warp 0 mma      issues every matrix product; owns the tensor memory
+                     warp 1 load     issues every TMA load
+                     warp 2 store    issues every TMA store
+
+Tensor memory, by column (`ForwardSchedule.score_column`, `.output_column`)
+  S0, S1      tile_n columns each: fp32 scores, then the 16-bit probabilities made from them in the
+              first half. With two query tiles one for each; with one the blocks alternate
+  O0[, O1]    head_dim_v columns each: fp32 output accumulator of each query tile
+
+Shared memory (sizes in elements of q's type; `ForwardSchedule.smem_bytes`)
+  sQ   (128, head_dim) a query tile
+  sO   (128, head_dim_v) a query tile; Q's own slab if o_shares_q
+  sKV  stages, taken in turn by K (tile_n, head_dim) and V (tile_n, head_dim_v) of block after block
+
+Hand-offs (mbarriers; `Mbarriers`). "block" barriers are indexed by the buffer of scores
+  Q_FULL, Q_EMPTY      load -> mma; given back by a commit behind the tile's last Q K^T, or by the
+                       store warp when O has left through the slab
+  KV_FULL, KV_EMPTY    load -> mma; given back by a commit
+  S_FULL       block   mma -> softmax: scores are in tensor memory
+  P_FULL       block   softmax -> mma: probabilities have taken their place
+  O_READY      block   correction -> mma: O is in the units of the next block's probabilities, or
+                       has been taken away if the block was a tile's last. The very first block
+                       does not wait
+  O_DONE       block   mma -> correction: the block has been added to O
+  R_FULL, R_EMPTY      softmax -> correction: one float a row. The factor for O with every block
+                       but a tile's first, then the sum and the maximum of the row
+  OUT_FULL, OUT_EMPTY  correction -> store: O is in shared memory
+
+Matrix products of one CTA are executed in the order they are issued in. So Q K^T of a block may
+overwrite probabilities as soon as the P V that reads them has been issued, and with two query
+tiles the order P0 V, S0, P1 V, S1 lets each softmax run beside two products of the other tile.
+
+Blocks are visited from the last to the first, so that the masked ones (sequence end, diagonal)
+come first and the loop over whole blocks carries no mask code. A query tile takes part in the
+blocks that its own rows see.
+
+Not run on hardware; executed by `fa4.emulator`.
+"""
+
+from enum import IntEnum
+from typing import NamedTuple, Optional
+
+import cuda.bindings.driver as cuda
+import cutlass
+import cutlass.cute as cute
+import cutlass.utils.blackwell_helpers as sm100
+from cutlass import BFloat16, Float16, Float32, Int32, Uint32, const_expr
+from cutlass.cute.nvgpu import OperandMajorMode, cpasync, tcgen05
+from cutlass.memory import SmemAllocator
+
+from fa4.kernels.blocks import global_view
+from fa4.kernels.blocks.key_range import KeyRange, key_range
+from fa4.kernels.blocks.online_softmax import LOG2_E, finish_total, scale_scores, soft_cap
+from fa4.kernels.blocks.sequence_bounds import SequenceBounds, sequence_bounds
+from fa4.kernels.blocks.tile_order import Tile, locate_tile, num_slots
+from fa4.kernels.features import ForwardFeatures
+from fa4.kernels.sm100 import tensor_memory
+from fa4.kernels.sm100.matrix_product import Operand, instruction_descriptor, multiply
+from fa4.kernels.sm100.row_softmax import highest_score, mask_row, round_pair
+from fa4.pipelines.sm100 import (
+    ROWS,
+    STATISTICS_STAGES,
+    TMEM_COLUMNS,
+    WARPGROUP,
+    ForwardSchedule,
+)
+
+DTYPES = {"bf16": BFloat16, "fp16": Float16, "fp32": Float32}
+WARP = 32
+CHUNK = 32  # columns that a thread moves between tensor memory and registers at a time
+VECTOR = 8  # 16-bit elements of a 16-byte store
+
+
+class Warp(IntEnum):
+    """Warps of the last warpgroup, counted from its first."""
+
+    MMA = 0
+    LOAD = 1
+    STORE = 2
+
+
+class Tma(NamedTuple):
+    """A TMA copy, the tensor of coordinates that it takes, and `global_view.ragged`'s units."""
+
+    atom: cute.CopyAtom
+    tensor: cute.Tensor
+    units: Optional[tuple[Int32, Int32]]
+
+
+class Call(NamedTuple):
+    """Run-time arguments of a launch that several roles read.
+
+    rows_q, rows_k  extent of the row mode of q, and of k and v
+    num_tiles       tiles of all CTAs; the other counts are those of `tile_order.locate_tile`
+    fills_padding   whether output rows of padding are set to 0
+    stores_lse      whether the LSE is wanted
+    """
+
+    cu_seqlens_q: Optional[cute.Tensor]
+    cu_seqlens_k: Optional[cute.Tensor]
+    seqused_q: Optional[cute.Tensor]
+    seqused_k: Optional[cute.Tensor]
+    rows_q: Int32
+    rows_k: Int32
+    heads_q: Int32
+    heads_kv: Int32
+    num_tiles: Int32
+    num_m_blocks: Int32
+    num_batches: Int32
+    heads_in_group: Int32
+    softmax_scale: Float32
+    softcap: Float32
+    left: Int32
+    right: Int32
+    fills_padding: Int32
+    stores_lse: Int32
+
+
+class Work(NamedTuple):
+    """One work item: which it is, the rows of its sequence, and the keys it sees.
+
+    exists      for each query tile: 1 if it has rows of the sequence, padding included
+    keys        for each query tile: the blocks its rows see
+    first, end  the blocks [first, end) hold all of those
+    """
+
+    tile: Tile
+    q: SequenceBounds
+    k: SequenceBounds
+    exists: tuple[Int32, ...]
+    keys: tuple[KeyRange, ...]
+    first: Int32
+    end: Int32
+
+
+class Mbarriers:
+    """Where each mbarrier is, counted from the first, and how many arrivals complete it."""
+
+    def __init__(self, schedule: ForwardSchedule):
+        tiles, buffers = schedule.query_tiles, schedule.score_buffers
+        warps = WARPGROUP // WARP * schedule.ctas  # of a role: both CTAs tell the one that issues
+        own_warps = WARPGROUP // WARP
+        self.size = 0
+        self.arrivals: list[int] = []
+        self.Q_FULL = self._add(tiles, 1)
+        self.Q_EMPTY = self._add(tiles, 1)
+        self.KV_FULL = self._add(schedule.stages, 1)
+        self.KV_EMPTY = self._add(schedule.stages, 1)
+        self.S_FULL = self._add(buffers, 1)
+        self.P_FULL = self._add(buffers, warps)
+        self.O_READY = self._add(buffers, warps)
+        self.O_DONE = self._add(buffers, 1)
+        self.R_FULL = self._add(tiles * STATISTICS_STAGES, own_warps)
+        self.R_EMPTY = self._add(tiles * STATISTICS_STAGES, own_warps)
+        self.OUT_FULL = self._add(tiles, own_warps)
+        self.OUT_EMPTY = self._add(tiles, 1)
+
+    def _add(self, count: int, arrivals: int) -> int:
+        first = self.size
+        self.size += count
+        self.arrivals += [arrivals] * count
+        return first
+
+
+class BlackwellForward:
+    """One compiled forward kernel: what it can do (features) and how it does it (schedule)."""
+
+    def __init__(self, features: ForwardFeatures, schedule: ForwardSchedule):
+        self.features = features
+        self.schedule = schedule
+        self.dtype = DTYPES[features.dtype]
+        self.q_is_ragged = features.packed_q or features.has_seqused_q
+        self.k_is_ragged = features.packed_k or features.has_seqused_k
+        self.group = tcgen05.CtaGroup.TWO if schedule.ctas == 2 else tcgen05.CtaGroup.ONE
+        self.mbarriers = Mbarriers(schedule)
+        # This CTA's part of a block: half of the keys of K, half of the dims of V.
+        self.k_rows = schedule.tile_n // schedule.ctas
+        self.v_dims = schedule.head_dim_v // schedule.ctas
+        self.q_operand = Operand(ROWS, schedule.head_dim, is_transposed=False)
+        self.k_operand = Operand(self.k_rows, schedule.head_dim, is_transposed=False)
+        self.v_operand = Operand(schedule.tile_n, self.v_dims, is_transposed=True)
+        m = schedule.tile_rows
+        self.qk_instruction = instruction_descriptor(self.dtype, m, schedule.tile_n, False)
+        self.pv_instruction = instruction_descriptor(self.dtype, m, schedule.head_dim_v, True)
+
+    # ---------------------------------------------------------------- host side
+    @cute.jit
+    def __call__(
+        self,
+        mQ: cute.Tensor,
+        mK: cute.Tensor,
+        mV: cute.Tensor,
+        mO: cute.Tensor,
+        mLSE: cute.Tensor,
+        mCuQ: Optional[cute.Tensor],
+        mCuK: Optional[cute.Tensor],
+        mUsedQ: Optional[cute.Tensor],
+        mUsedK: Optional[cute.Tensor],
+        mSink: Optional[cute.Tensor],
+        softmax_scale: Float32,
+        softcap: Float32,
+        left: Int32,
+        right: Int32,
+        heads_in_group: Int32,
+        max_ctas: Int32,
+        fills_padding: Int32,
+        stores_lse: Int32,
+        stream: cuda.CUstream,
+    ):
+        """Launch the kernel; the arguments are those of `HopperForward.__call__`.
+
+        mQ, mK, mV, mO  (batch, rows, heads, dim) or packed (total, heads, dim), unit last stride,
+                        16-byte aligned
+        mLSE            (batch, heads, rows) or packed (heads, total), fp32
+        mCuQ, mCuK      (batch + 1,) int32 where that side is packed
+        mUsedQ, mUsedK  (batch,) int32 where lengths in use are given
+        mSink           (heads_q,)
+        left, right     window bounds, read only by kernels that have them
+        heads_in_group  see `tile_order.locate_tile`
+        max_ctas        CTAs of a persistent kernel
+        fills_padding   1: query rows of padding get output 0; 0: they are left alone
+        stores_lse      0: mLSE is a placeholder
+        """
+        schedule = self.schedule
+        tiles = schedule.query_tiles
+        head_dim, head_dim_v = schedule.head_dim, schedule.head_dim_v
+        q, k, v, o = [global_view.rows_first(t) for t in (mQ, mK, mV, mO)]
+
+        sQ_layout = self.rows_layout(ROWS, head_dim, tiles)
+        sK_layout = self.rows_layout(self.k_rows, head_dim, schedule.stages)
+        sV_layout = self.rows_layout(schedule.tile_n, self.v_dims, schedule.stages)
+        sO_layout = self.rows_layout(ROWS, head_dim_v, tiles)
+
+        load = cpasync.CopyBulkTensorTileG2SOp(self.group)
+        store = cpasync.CopyBulkTensorTileS2GOp()
+        q_tma = self.tma(load, q, self.q_is_ragged, sQ_layout, (ROWS, head_dim))
+        k_tma = self.tma(load, k, self.k_is_ragged, sK_layout, (self.k_rows, head_dim))
+        v_tma = self.tma(load, v, self.k_is_ragged, sV_layout, (schedule.tile_n, self.v_dims))
+        o_tma = self.tma(store, o, self.q_is_ragged, sO_layout, (ROWS, head_dim_v))
+
+        o_elements = 0 if schedule.o_shares_q else tiles * ROWS * head_dim_v
+
+        @cute.struct
+        class SharedStorage:
+            mbarriers: cute.struct.MemRange[cutlass.Int64, self.mbarriers.size]
+            tmem_address: cutlass.Int32
+            statistics: cute.struct.Align[
+                cute.struct.MemRange[Float32, tiles * STATISTICS_STAGES * ROWS], 128
+            ]
+            sQ: cute.struct.Align[cute.struct.MemRange[self.dtype, tiles * schedule.q_slab], 1024]
+            sO: cute.struct.Align[cute.struct.MemRange[self.dtype, o_elements], 1024]
+            sKV: cute.struct.Align[
+                cute.struct.MemRange[self.dtype, schedule.stages * schedule.stage_elements], 1024
+            ]
+
+        self.shared_storage = SharedStorage
+
+        heads_q = q.shape[2]
+        if const_expr(self.features.packed_q):
+            num_batches = Int32(1)
+            num_m_blocks = num_slots(q.shape[0], mCuQ.shape[0] - 1, schedule.tile_m)
+        else:
+            num_batches = q.shape[3]
+            num_m_blocks = cute.ceil_div(q.shape[0], schedule.tile_m)
+        num_tiles = num_m_blocks * heads_q * num_batches
+        call = Call(
+            mCuQ,
+            mCuK,
+            mUsedQ,
+            mUsedK,
+            q.shape[0],
+            k.shape[0],
+            heads_q,
+            k.shape[2],
+            num_tiles,
+            num_m_blocks,
+            num_batches,
+            heads_in_group,
+            softmax_scale,
+            softcap,
+            left,
+            right,
+            fills_padding,
+            stores_lse,
+        )
+        num_items = num_tiles
+        if const_expr(schedule.is_persistent):
+            num_items = cutlass.min(num_tiles, cutlass.max(max_ctas // schedule.ctas, 1))
+        self.kernel.set_name_prefix(
+            f"fa4_sm100_forward_{self.features.name}_{schedule.name}", keep_mangled_name=False
+        )
+        self.kernel(
+            q_tma,
+            k_tma,
+            v_tma,
+            o_tma,
+            global_view.modes_reversed(mLSE),
+            mSink,
+            (sQ_layout, sK_layout, sV_layout, sO_layout),
+            call,
+        ).launch(
+            grid=(num_items * schedule.ctas, 1, 1),
+            block=(schedule.threads, 1, 1),
+            cluster=(schedule.ctas, 1, 1),
+            stream=stream,
+        )
+
+    def rows_layout(self, rows: int, dim: int, stages: int):
+        """(rows, dim, stages), rows swizzled as TMA and matrix descriptors agree on."""
+        return sm100.make_smem_layout(OperandMajorMode.K, (rows, dim), self.dtype, stages)
+
+    def tma(self, op, tensor: cute.Tensor, is_ragged: bool, staged_layout, tile):
+        """A TMA copy of ``tile`` rows by dims of ``tensor`` to or from one stage of a layout."""
+        units = None
+        if is_ragged:
+            tensor, *units = global_view.ragged(tensor)
+        one_stage = cute.slice_(staged_layout, (None, None, 0))
+        atom, coordinates = cpasync.make_tiled_tma_atom(op, tensor, one_stage, tile)
+        return Tma(atom, coordinates, units and tuple(units))
+
+    # -------------------------------------------------------------- device side
+    @cute.kernel
+    def kernel(
+        self,
+        q_tma: Tma,
+        k_tma: Tma,
+        v_tma: Tma,
+        o_tma: Tma,
+        mLSE: cute.Tensor,
+        mSink: Optional[cute.Tensor],
+        layouts,
+        call: Call,
+    ):
+        schedule = self.schedule
+        tiles = schedule.query_tiles
+        is_pair = const_expr(schedule.ctas == 2)
+        sQ_layout, sK_layout, sV_layout, sO_layout = layouts
+        warp_idx = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        other_warp = warp_idx - 4 * (tiles + 1)
+        if other_warp == Warp.LOAD:
+            for tma in (q_tma, k_tma, v_tma, o_tma):
+                cpasync.prefetch_descriptor(tma.atom)
+
+        storage = SmemAllocator().allocate(self.shared_storage)
+        q_slab, stage = schedule.q_slab, schedule.stage_elements
+        sQ = storage.sQ.get_tensor(self.apart(sQ_layout.outer, q_slab), swizzle=sQ_layout.inner)
+        sK = storage.sKV.get_tensor(self.apart(sK_layout.outer, stage), swizzle=sK_layout.inner)
+        sV = storage.sKV.get_tensor(self.apart(sV_layout.outer, stage), swizzle=sV_layout.inner)
+        if const_expr(schedule.o_shares_q):
+            # Each query tile's O lies over its own Q, and nobody else's.
+            sO = storage.sQ.get_tensor(self.apart(sO_layout.outer, q_slab), swizzle=sO_layout.inner)
+        else:
+            sO = storage.sO.get_tensor(sO_layout.outer, swizzle=sO_layout.inner)
+        statistics = storage.statistics.get_tensor(
+            cute.make_layout((ROWS, STATISTICS_STAGES, tiles))
+        )
+        bars = storage.mbarriers.data_ptr()
+        rank = Int32(0)
+        if const_expr(is_pair):
+            rank = cute.arch.make_warp_uniform(cute.arch.block_idx_in_cluster())
+
+        if other_warp == Warp.MMA:
+            with cute.arch.elect_one():
+                for i in cutlass.range_constexpr(self.mbarriers.size):
+                    cute.arch.mbarrier_init(bars + i, self.mbarriers.arrivals[i])
+            cute.arch.mbarrier_init_fence()
+            cute.arch.alloc_tmem(TMEM_COLUMNS, storage.tmem_address.ptr, is_pair)
+            cute.arch.relinquish_tmem_alloc_permit(is_pair)
+        tensor_memory.before_arrival()
+        cute.arch.sync_threads()
+        tensor_memory.after_wait()
+        if const_expr(is_pair):
+            cute.arch.cluster_arrive()
+            cute.arch.cluster_wait()
+        tmem_pointer = cute.arch.retrieve_tmem_ptr(Float32, 16, storage.tmem_address.ptr)
+        tmem = tmem_pointer.toint()
+
+        if other_warp >= 0:
+            cute.arch.setmaxregister_decrease(schedule.other_registers)
+            if other_warp == Warp.LOAD:
+                self.load(q_tma, k_tma, v_tma, sQ, sK, sV, bars, rank, call)
+            if other_warp == Warp.MMA:
+                if rank == 0:
+                    self.mma(sQ, sK, sV, tmem, bars, call)
+            if other_warp == Warp.STORE:
+                self.store(o_tma, sO, bars, rank, call)
+        elif warp_idx >= 4 * tiles:
+            self.set_registers(schedule.correction_registers)
+            self.correct(mLSE, mSink, statistics, sO, tmem, bars, rank, call)
+        else:
+            self.set_registers(schedule.softmax_registers)
+            self.softmax(statistics, tmem, bars, rank, call)
+
+        # Nobody may still use tensor memory, or tell a CTA of the pair that has ended.
+        tensor_memory.before_arrival()
+        cute.arch.sync_threads()
+        tensor_memory.after_wait()
+        if const_expr(is_pair):
+            cute.arch.cluster_arrive()
+            cute.arch.cluster_wait()
+        if other_warp == Warp.MMA:
+            cute.arch.dealloc_tmem(tmem_pointer, TMEM_COLUMNS, is_pair)
+
+    def set_registers(self, count: int):
+        """setmaxnreg to ``count`` from what the launch gave each thread."""
+        at_launch = 65_536 // self.schedule.threads // 8 * 8
+        if count > at_launch:
+            cute.arch.setmaxregister_increase(count)
+        else:
+            cute.arch.setmaxregister_decrease(count)
+
+    def apart(self, layout: cute.Layout, distance: int):
+        """(rows, dim, stages) with the stages ``distance`` elements apart."""
+        return cute.make_layout(layout.shape, stride=(*layout.stride[:2], distance))
+
+    # -- barriers ----------------------------------------------------------------------------------
+
+    def wait(self, bars: cute.Pointer, which, parity):
+        """Wait for the completion of a barrier's phase of that parity."""
+        cute.arch.mbarrier_wait(bars + which, parity)
+
+    @cute.jit
+    def arrive(self, bars: cute.Pointer, which):
+        """One arrival for the calling warp, behind everything that its lanes have done."""
+        cute.arch.sync_warp()
+        with cute.arch.elect_one():
+            cute.arch.mbarrier_arrive(bars + which)
+
+    @cute.jit
+    def arrive_at_issuer(self, bars: cute.Pointer, which):
+        """The same, at the CTA of the pair that issues the products."""
+        cute.arch.sync_warp()
+        with cute.arch.elect_one():
+            if const_expr(self.schedule.ctas == 2):
+                cute.arch.mbarrier_arrive(bars + which, 0)
+            else:
+                cute.arch.mbarrier_arrive(bars + which)
+
+    @cute.jit
+    def commit(self, bars: cute.Pointer, which):
+        """Arrive, in each CTA of the pair, when every product issued so far is done."""
+        with cute.arch.elect_one():
+            if const_expr(self.schedule.ctas == 2):
+                tcgen05.commit(bars + which, 0b11, self.group)
+            else:
+                tcgen05.commit(bars + which, None, self.group)
+
+    def block_state(self, query_tile, count: Int32):
+        """(buffer of scores, phase parity) of a query tile's ``count``-th block."""
+        if const_expr(self.schedule.query_tiles == 2):
+            return query_tile, count & 1
+        return count & 1, (count >> 1) & 1
+
+    @cute.jit
+    def stage_at(self, count: Int32, stages: cutlass.Constexpr[int]):
+        """(index, phase parity) of the ``count``-th use of a ring of buffers."""
+        # Unsigned, because rounding a signed quotient down takes five instructions more.
+        turns = Int32(Uint32(count) // stages)
+        return count - turns * stages, turns & 1
+
+    # -- work --------------------------------------------------------------------------------------
+
+    def first_item(self):
+        """The work item that this CTA begins with, and the distance to its next one."""
+        ctas = self.schedule.ctas
+        return cute.arch.block_idx()[0] // ctas, cute.arch.grid_dim()[0] // ctas
+
+    @cute.jit
+    def locate(self, tile_idx: Int32, call: Call):
+        """The work that an index stands for; a slot of no tile has m_block past its rows."""
+        schedule, features = self.schedule, self.features
+        tile = locate_tile(
+            tile_idx,
+            call.num_m_blocks,
+            call.heads_q,
+            call.num_batches,
+            call.heads_in_group,
+            call.rows_q,
+            call.cu_seqlens_q,
+            schedule.tile_m,
+            features.has_right_bound,
+        )
+        q = sequence_bounds(tile.batch_idx, call.rows_q, call.cu_seqlens_q, call.seqused_q)
+        k = sequence_bounds(tile.batch_idx, call.rows_k, call.cu_seqlens_k, call.seqused_k)
+        keys = tuple(
+            key_range(
+                tile.m_block * schedule.query_tiles + i,
+                q.length,
+                k.length,
+                call.left,
+                call.right,
+                features.has_left_bound,
+                features.has_right_bound,
+                schedule.tile_rows,
+                schedule.tile_n,
+            )
+            for i in range(schedule.query_tiles)
+        )
+        first_rows = [
+            tile.m_block * schedule.tile_m + i * schedule.tile_rows
+            for i in range(schedule.query_tiles)
+        ]
+        exists = tuple(Int32(row < q.rows) for row in first_rows)
+        first, end = keys[0].first, keys[0].end
+        if const_expr(schedule.query_tiles == 2):
+            # An empty range counts for nothing.
+            other = keys[1]
+            if end == 0:
+                first = other.first
+            elif other.end > 0:
+                first = cutlass.min(first, other.first)
+            end = cutlass.max(end, other.end)
+        return Work(tile, q, k, exists, keys, first, end)
+
+    def sees(self, keys: KeyRange, n_block: Int32):
+        """Whether a query tile takes part in a block."""
+        return (n_block >= keys.first) & (n_block < keys.end)
+
+    def num_blocks(self, keys: KeyRange):
+        return keys.end - keys.first
+
+    # -- load --------------------------------------------------------------------------------------
+
+    @cute.jit
+    def load(
+        self,
+        q_tma: Tma,
+        k_tma: Tma,
+        v_tma: Tma,
+        sQ: cute.Tensor,
+        sK: cute.Tensor,
+        sV: cute.Tensor,
+        bars: cute.Pointer,
+        rank: Int32,
+        call: Call,
+    ):
+        """Load warp: request Q, and K and V block by block, as far ahead as buffers are free.
+
+        Waits for Q_EMPTY and KV_EMPTY; the copies signal Q_FULL and KV_FULL, in a pair those of
+        the CTA that issues the products.
+        """
+        schedule = self.schedule
+        at = self.mbarriers
+        tiles = schedule.query_tiles
+        q_used = (Int32(0),) * tiles
+        blocks_loaded = Int32(0)
+        tile_idx, step = self.first_item()
+        while tile_idx < call.num_tiles:
+            work = self.locate(tile_idx, call)
+            tile = work.tile
+            if tile.m_block * schedule.tile_m < work.q.rows:
+                gQ = self.query_tiles_of(q_tma, work, work.q.length, schedule.head_dim)
+                gK = self.key_rows(k_tma, work, call, (self.k_rows, schedule.head_dim), 0)
+                gV = self.key_rows(v_tma, work, call, (schedule.tile_n, self.v_dims), rank)
+                num_blocks = work.end - work.first
+                last = work.end - 1
+                for i in cutlass.range_constexpr(tiles):
+                    if work.exists[i] != 0:
+                        self.wait(bars, at.Q_EMPTY + i, (q_used[i] & 1) ^ 1)
+                        m_idx = (tile.m_block * tiles + i) * schedule.ctas + rank
+                        self.request(q_tma, gQ, m_idx, sQ, i, bars, at.Q_FULL + i, rank)
+                    if const_expr(i == 0):
+                        if num_blocks > 0:
+                            self.load_block(
+                                k_tma, gK, last * schedule.ctas + rank, sK,
+                                2 * blocks_loaded, bars, rank,
+                            )  # fmt: skip
+                for j in cutlass.range(num_blocks, unroll=1):
+                    if j > 0:
+                        self.load_block(
+                            k_tma, gK, (last - j) * schedule.ctas + rank, sK,
+                            2 * (blocks_loaded + j), bars, rank,
+                        )  # fmt: skip
+                    self.load_block(
+                        v_tma, gV, last - j, sV, 2 * (blocks_loaded + j) + 1, bars, rank
+                    )
+                blocks_loaded = blocks_loaded + num_blocks
+                q_used = tuple(q_used[i] + work.exists[i] for i in range(tiles))
+            tile_idx = tile_idx + step
+
+    def query_tiles_of(self, tma: Tma, work: Work, length: Int32, dim: int):
+        """Rows of q or o of a tile's sequence and head, cut into (ROWS, dim, tiles)."""
+        tile = work.tile
+        # Packed sequences are told apart by their rows, not by a batch mode.
+        batch_idx = Int32(0) if self.features.packed_q else tile.batch_idx
+        rows = global_view.one_sequence(
+            tma.tensor, tma.units, work.q.start, length, tile.head_idx, batch_idx
+        )
+        return cute.local_tile(rows, (ROWS, dim), (None, 0))
+
+    def key_rows(self, tma: Tma, work: Work, call: Call, shape: tuple[int, int], column):
+        """Rows of k or v that a tile's sequence sees, of its head, as (*shape, row tiles)."""
+        tile, keys = work.tile, work.keys[0]
+        head_kv = tile.head_idx // (call.heads_q // call.heads_kv)
+        batch_idx = Int32(0) if self.features.packed_k else tile.batch_idx
+        rows = global_view.one_sequence(
+            tma.tensor, tma.units, work.k.start + keys.origin, keys.length, head_kv, batch_idx
+        )
+        return cute.local_tile(rows, shape, (None, column))
+
+    @cute.jit
+    def load_block(
+        self,
+        tma: Tma,
+        gX: cute.Tensor,
+        block_idx: Int32,
+        sX: cute.Tensor,
+        count: Int32,
+        bars: cute.Pointer,
+        rank: Int32,
+    ):
+        """Copy one block of gX (rows, dim, blocks) to the ring's next stage, once that is free."""
+        stage, phase = self.stage_at(count, self.schedule.stages)
+        self.wait(bars, self.mbarriers.KV_EMPTY + stage, phase ^ 1)
+        full = self.mbarriers.KV_FULL + stage
+        self.request(tma, gX, block_idx, sX, stage, bars, full, rank)
+
+    @cute.jit
+    def request(
+        self,
+        tma: Tma,
+        gX: cute.Tensor,
+        block_idx: Int32,
+        sX: cute.Tensor,
+        stage: Int32,
+        bars: cute.Pointer,
+        full: Int32,
+        rank: Int32,
+    ):
+        """Start a copy that signals a barrier, of the first CTA if there are two."""
+        whole = cute.make_layout(1)
+        tXsX, tXgX = cpasync.tma_partition(
+            tma.atom, 0, whole, cute.group_modes(sX, 0, 2), cute.group_modes(gX, 0, 2)
+        )
+        nbytes = cute.size_in_bytes(sX.element_type, sX[None, None, 0].layout)
+        if rank == 0:
+            with cute.arch.elect_one():
+                cute.arch.mbarrier_arrive_and_expect_tx(bars + full, self.schedule.ctas * nbytes)
+        cute.copy(tma.atom, tXgX[None, block_idx], tXsX[None, stage], tma_bar_ptr=bars + full)
+
+    # -- mma ---------------------------------------------------------------------------------------
+
+    @cute.jit
+    def mma(
+        self,
+        sQ: cute.Tensor,
+        sK: cute.Tensor,
+        sV: cute.Tensor,
+        tmem: Int32,
+        bars: cute.Pointer,
+        call: Call,
+    ):
+        """MMA warp (of the first CTA): S = Q K^T of each block, and P V one block behind.
+
+        Waits for Q_FULL, KV_FULL, P_FULL and O_READY; commits to S_FULL, O_DONE, KV_EMPTY and
+        Q_EMPTY.
+        """
+        schedule = self.schedule
+        at = self.mbarriers
+        tiles = schedule.query_tiles
+        q_used = (Int32(0),) * tiles
+        blocks = (Int32(0),) * tiles
+        kv_read = Int32(0)
+        tile_idx, step = self.first_item()
+        while tile_idx < call.num_tiles:
+            work = self.locate(tile_idx, call)
+            if work.tile.m_block * schedule.tile_m < work.q.rows:
+                num_blocks = work.end - work.first
+                for i in cutlass.range_constexpr(tiles):
+                    if work.exists[i] != 0:
+                        self.wait(bars, at.Q_FULL + i, q_used[i] & 1)
+                for j in cutlass.range(num_blocks + 1, unroll=1):
+                    n_block = work.end - 1 - j
+                    if j == num_blocks:
+                        if const_expr(not schedule.o_shares_q):
+                            for i in cutlass.range_constexpr(tiles):
+                                if work.exists[i] != 0:
+                                    self.commit(bars, at.Q_EMPTY + i)
+                    k_stage, k_phase = self.stage_at(2 * (kv_read + j), schedule.stages)
+                    v_stage, v_phase = self.stage_at(
+                        cutlass.max(2 * (kv_read + j) - 1, 0), schedule.stages
+                    )
+                    if const_expr(tiles == 1):
+                        # The other buffer of scores is free: its P V has been issued.
+                        if j < num_blocks:
+                            self.wait(bars, at.KV_FULL + k_stage, k_phase)
+                            self.add_scores(sQ, sK, k_stage, tmem, bars, work, 0, blocks, n_block)
+                            self.commit(bars, at.KV_EMPTY + k_stage)
+                        if j > 0:
+                            self.wait(bars, at.KV_FULL + v_stage, v_phase)
+                            self.add_output(sV, v_stage, tmem, bars, work, 0, blocks, n_block + 1)
+                            self.commit(bars, at.KV_EMPTY + v_stage)
+                    else:
+                        if j > 0:
+                            self.wait(bars, at.KV_FULL + v_stage, v_phase)
+                            self.add_output(sV, v_stage, tmem, bars, work, 0, blocks, n_block + 1)
+                        if j < num_blocks:
+                            self.wait(bars, at.KV_FULL + k_stage, k_phase)
+                            self.add_scores(sQ, sK, k_stage, tmem, bars, work, 0, blocks, n_block)
+                        if j > 0:
+                            self.add_output(sV, v_stage, tmem, bars, work, 1, blocks, n_block + 1)
+                            self.commit(bars, at.KV_EMPTY + v_stage)
+                        if j < num_blocks:
+                            self.add_scores(sQ, sK, k_stage, tmem, bars, work, 1, blocks, n_block)
+                            self.commit(bars, at.KV_EMPTY + k_stage)
+                kv_read = kv_read + num_blocks
+                q_used = tuple(q_used[i] + work.exists[i] for i in range(tiles))
+                blocks = tuple(blocks[i] + self.num_blocks(work.keys[i]) for i in range(tiles))
+            tile_idx = tile_idx + step
+
+    def address(self, tensor: cute.Tensor, stage) -> Int32:
+        """Shared-memory address of a stage's first element."""
+        return Int32(tensor[None, None, stage].iterator.toint())
+
+    @cute.jit
+    def add_scores(
+        self,
+        sQ: cute.Tensor,
+        sK: cute.Tensor,
+        stage: Int32,
+        tmem: Int32,
+        bars: cute.Pointer,
+        work: Work,
+        query_tile: cutlass.Constexpr[int],
+        blocks: tuple[Int32, ...],
+        n_block: Int32,
+    ):
+        """S = Q K^T of a block, if the query tile takes part in it."""
+        schedule = self.schedule
+        keys = work.keys[query_tile]
+        if self.sees(keys, n_block):
+            buffer, _ = self.block_state(query_tile, blocks[query_tile] + keys.end - 1 - n_block)
+            multiply(
+                tmem + schedule.score_column(buffer),
+                self.address(sQ, query_tile),
+                self.q_operand,
+                self.address(sK, stage),
+                self.k_operand,
+                self.qk_instruction,
+                Int32(0),
+                schedule.ctas,
+            )
+            self.commit(bars, self.mbarriers.S_FULL + buffer)
+
+    @cute.jit
+    def add_output(
+        self,
+        sV: cute.Tensor,
+        stage: Int32,
+        tmem: Int32,
+        bars: cute.Pointer,
+        work: Work,
+        query_tile: cutlass.Constexpr[int],
+        blocks: tuple[Int32, ...],
+        n_block: Int32,
+    ):
+        """O += P V of a block, if the query tile takes part in it."""
+        schedule = self.schedule
+        at = self.mbarriers
+        keys = work.keys[query_tile]
+        if self.sees(keys, n_block):
+            count = blocks[query_tile] + keys.end - 1 - n_block
+            buffer, phase = self.block_state(query_tile, count)
+            ready, ready_phase = self.block_state(query_tile, count - 1)
+            self.wait(bars, at.O_READY + ready, ready_phase)
+            self.wait(bars, at.P_FULL + buffer, phase)
+            tensor_memory.after_wait()
+            multiply(
+                tmem + schedule.output_column(query_tile),
+                tmem + schedule.score_column(buffer),
+                None,
+                self.address(sV, stage),
+                self.v_operand,
+                self.pv_instruction,
+                Int32(n_block != keys.end - 1),
+                schedule.ctas,
+            )
+            self.commit(bars, at.O_DONE + buffer)
+
+    # -- softmax -----------------------------------------------------------------------------------
+
+    def scale_log2(self, call: Call):
+        """What turns the scores that the softmax sees into exponents of 2."""
+        if self.features.score == "plain":
+            return call.softmax_scale * LOG2_E
+        return Float32(LOG2_E)
+
+    def row_of(self, work: Work, query_tile, rank: Int32, thread: Int32):
+        """Query row, in its sequence, of a thread of a warpgroup."""
+        schedule = self.schedule
+        tile_row = work.tile.m_block * schedule.tile_m + query_tile * schedule.tile_rows
+        return tile_row + rank * ROWS + thread
+
+    @cute.jit
+    def softmax(
+        self,
+        statistics: cute.Tensor,
+        tmem: Int32,
+        bars: cute.Pointer,
+        rank: Int32,
+        call: Call,
+    ):
+        """Softmax warpgroups: probabilities from scores, block by block, for 128 rows each.
+
+        Waits for S_FULL and R_EMPTY; signals P_FULL and R_FULL.
+        """
+        schedule = self.schedule
+        tiles = schedule.query_tiles
+        tidx = cute.arch.thread_idx()[0]
+        query_tile = cute.arch.make_warp_uniform(tidx // WARPGROUP)
+        thread = tidx % WARPGROUP
+        lane_address = tmem + (cute.arch.make_warp_uniform(thread // WARP) * WARP << 16)
+        blocks = Int32(0)
+        messages = Int32(0)
+        tile_idx, step = self.first_item()
+        while tile_idx < call.num_tiles:
+            work = self.locate(tile_idx, call)
+            keys, exists = work.keys[0], work.exists[0]
+            if const_expr(tiles == 2):
+                if query_tile == 1:
+                    keys, exists = work.keys[1], work.exists[1]
+            if exists != 0:
+                row = self.row_of(work, query_tile, rank, thread)
+                row_max, row_sum = -Float32.inf, Float32(0.0)
+                place = (query_tile, thread, row, lane_address)
+                if keys.first < keys.end:
+                    rest = keys.end - 1
+                    row_max, row_sum = self.softmax_block(
+                        statistics, bars, place, keys, call, rest, blocks, messages,
+                        row_max, row_sum, is_first=True, is_masked=True,
+                    )  # fmt: skip
+                    blocks = blocks + 1
+                    # What is left, in the order of visiting: [clear_end, rest) masked by the right
+                    # bound, [clear_first, clear_end) whole, [first, clear_first) by the left one.
+                    clear_end = cutlass.min(keys.clear_end, rest)
+                    clear_first = cutlass.min(keys.clear_first, clear_end)
+                    for begin, end, is_masked in (
+                        (clear_end, rest, True),
+                        (clear_first, clear_end, False),
+                        (keys.first, clear_first, True),
+                    ):
+                        num = end - begin
+                        for j in cutlass.range(num, unroll=1):
+                            row_max, row_sum = self.softmax_block(
+                                statistics, bars, place, keys, call, end - 1 - j, blocks + j,
+                                messages + j, row_max, row_sum,
+                                is_first=False, is_masked=is_masked,
+                            )  # fmt: skip
+                        blocks = blocks + num
+                        messages = messages + num
+                self.tell(statistics, bars, query_tile, thread, messages, row_sum)
+                self.tell(statistics, bars, query_tile, thread, messages + 1, row_max)
+                messages = messages + 2
+            tile_idx = tile_idx + step
+
+    @cute.jit
+    def tell(
+        self,
+        statistics: cute.Tensor,
+        bars: cute.Pointer,
+        query_tile: Int32,
+        thread: Int32,
+        count: Int32,
+        value: Float32,
+    ):
+        """Hand one float a row to the correction warpgroup: the ``count``-th of the query tile."""
+        stage, phase = self.stage_at(count, STATISTICS_STAGES)
+        index = query_tile * STATISTICS_STAGES + stage
+        self.wait(bars, self.mbarriers.R_EMPTY + index, phase ^ 1)
+        statistics[thread, stage, query_tile] = value
+        self.arrive(bars, self.mbarriers.R_FULL + index)
+
+    @cute.jit
+    def hear(
+        self,
+        statistics: cute.Tensor,
+        bars: cute.Pointer,
+        query_tile: cutlass.Constexpr[int],
+        thread: Int32,
+        count: Int32,
+    ):
+        """The other side of `tell`."""
+        stage, phase = self.stage_at(count, STATISTICS_STAGES)
+        index = query_tile * STATISTICS_STAGES + stage
+        self.wait(bars, self.mbarriers.R_FULL + index, phase)
+        value = statistics[thread, stage, query_tile]
+        self.arrive(bars, self.mbarriers.R_EMPTY + index)
+        return value
+
+    @cute.jit
+    def softmax_block(
+        self,
+        statistics: cute.Tensor,
+        bars: cute.Pointer,
+        place,
+        keys: KeyRange,
+        call: Call,
+        n_block: Int32,
+        count: Int32,
+        message: Int32,
+        row_max: Float32,
+        row_sum: Float32,
+        is_first: cutlass.Constexpr[bool],
+        is_masked: cutlass.Constexpr[bool],
+    ):
+        """One block of one row: scores to probabilities; returns the new row maximum and sum.
+
+        row_max  what is subtracted from the scores: within a threshold of their maximum
+        """
+        schedule, features = self.schedule, self.features
+        at = self.mbarriers
+        query_tile, thread, row, lane_address = place
+        tile_n = schedule.tile_n
+        buffer, phase = self.block_state(query_tile, count)
+        scores = cute.make_rmem_tensor(tile_n, Float32)
+        self.wait(bars, at.S_FULL + buffer, phase)
+        tensor_memory.after_wait()
+        column = lane_address + schedule.score_column(buffer)
+        for first in cutlass.range_constexpr(0, tile_n, CHUNK):
+            tensor_memory.load(scores, first, column + first, CHUNK)
+        tensor_memory.wait_for_loads()
+        if const_expr(features.score == "softcap"):
+            soft_cap(scores, call.softmax_scale, call.softcap)
+        elif const_expr(features.score == "scaled"):
+            scale_scores(scores, call.softmax_scale)
+        if const_expr(is_masked):
+            aligned = row + keys.diagonal
+            first_key = n_block * tile_n
+            end = keys.length - first_key
+            if const_expr(features.has_right_bound):
+                end = cutlass.min(end, aligned + call.right + 1 - first_key)
+            mask_row(scores, aligned - call.left - first_key, end, features.has_left_bound)
+
+        scale_log2 = self.scale_log2(call)
+        highest = highest_score(scores, -Float32.inf if const_expr(is_first) else row_max)
+        reference = highest
+        if const_expr(not is_first):
+            reference = row_max
+            if (highest - row_max) * scale_log2 > schedule.rescale_threshold:
+                reference = highest
+        # A row that has seen no key yet has a maximum of -inf.
+        shift = Float32(0.0) if reference == -Float32.inf else reference * scale_log2
+        if const_expr(not is_first):
+            rescale = cute.math.exp2(row_max * scale_log2 - shift, fastmath=True)
+            self.tell(statistics, bars, query_tile, thread, message, rescale)
+            row_sum = row_sum * rescale
+        sums = [row_sum, Float32(0.0)]
+        packed = cute.make_rmem_tensor(tile_n // 2, Int32)
+        for c in cutlass.range_constexpr(0, tile_n, 2):
+            pair = [
+                cute.math.exp2(scores[c + e] * scale_log2 - shift, fastmath=True) for e in range(2)
+            ]
+            sums = [sums[e] + pair[e] for e in range(2)]
+            packed[c // 2] = round_pair(pair[0], pair[1], self.dtype)
+        for first in cutlass.range_constexpr(0, tile_n // 2, CHUNK):
+            tensor_memory.store(packed, first, column + first, CHUNK)
+        tensor_memory.wait_for_stores()
+        tensor_memory.before_arrival()
+        self.arrive_at_issuer(bars, at.P_FULL + buffer)
+        return reference, sums[0] + sums[1]
+
+    # -- correction --------------------------------------------------------------------------------
+
+    @cute.jit
+    def correct(
+        self,
+        mLSE: cute.Tensor,
+        mSink: Optional[cute.Tensor],
+        statistics: cute.Tensor,
+        sO: cute.Tensor,
+        tmem: Int32,
+        bars: cute.Pointer,
+        rank: Int32,
+        call: Call,
+    ):
+        """Correction warpgroup: keeps O in the units of each row's current maximum; ends tiles.
+
+        Waits for R_FULL, O_DONE and OUT_EMPTY; signals R_EMPTY, O_READY and OUT_FULL.
+        """
+        schedule = self.schedule
+        at = self.mbarriers
+        tiles = schedule.query_tiles
+        thread = cute.arch.thread_idx()[0] % WARPGROUP
+        lane_address = tmem + (cute.arch.make_warp_uniform(thread // WARP) * WARP << 16)
+        used = (Int32(0),) * tiles
+        blocks = (Int32(0),) * tiles
+        messages = (Int32(0),) * tiles
+        tile_idx, step = self.first_item()
+        while tile_idx < call.num_tiles:
+            work = self.locate(tile_idx, call)
+            if work.tile.m_block * schedule.tile_m < work.q.rows:
+                for j in cutlass.range(work.end - work.first, unroll=1):
+                    n_block = work.end - 1 - j
+                    for i in cutlass.range_constexpr(tiles):
+                        keys = work.keys[i]
+                        if (n_block >= keys.first) & (n_block < keys.end - 1):
+                            later = keys.end - 1 - n_block
+                            factor = self.hear(statistics, bars, i, thread, messages[i] + later - 1)
+                            before, phase = self.block_state(i, blocks[i] + later - 1)
+                            if cute.arch.vote_any_sync(factor != 1.0):
+                                self.wait(bars, at.O_DONE + before, phase)
+                                tensor_memory.after_wait()
+                                self.rescale(lane_address + schedule.output_column(i), factor)
+                                tensor_memory.before_arrival()
+                            self.arrive_at_issuer(bars, at.O_READY + before)
+                for i in cutlass.range_constexpr(tiles):
+                    if work.exists[i] != 0:
+                        keys = work.keys[i]
+                        num_blocks = self.num_blocks(keys)
+                        heard = messages[i] + cutlass.max(num_blocks - 1, 0)
+                        row_sum = self.hear(statistics, bars, i, thread, heard)
+                        row_max = self.hear(statistics, bars, i, thread, heard + 1)
+                        row = self.row_of(work, i, rank, thread)
+                        factor = self.normalise(
+                            mLSE, mSink, row_sum, row_max, row, thread, work, call
+                        )
+                        self.hand_over(
+                            sO, bars, i, thread, factor, lane_address, num_blocks,
+                            blocks[i] + num_blocks, used[i],
+                        )  # fmt: skip
+                messages = tuple(
+                    messages[i]
+                    + (cutlass.max(self.num_blocks(work.keys[i]) - 1, 0) + 2) * work.exists[i]
+                    for i in range(tiles)
+                )
+                used = tuple(used[i] + work.exists[i] for i in range(tiles))
+                blocks = tuple(blocks[i] + self.num_blocks(work.keys[i]) for i in range(tiles))
+            tile_idx = tile_idx + step
+
+    @cute.jit
+    def rescale(self, address: Int32, factor: Float32):
+        """Multiply this thread's row of O in tensor memory."""
+        for first in cutlass.range_constexpr(0, self.schedule.head_dim_v, CHUNK):
+            out = cute.make_rmem_tensor(CHUNK, Float32)
+            tensor_memory.load(out, 0, address + first, CHUNK)
+            tensor_memory.wait_for_loads()
+            for c in cutlass.range_constexpr(CHUNK):
+                out[c] = out[c] * factor
+            tensor_memory.store(out, 0, address + first, CHUNK)
+        tensor_memory.wait_for_stores()
+
+    @cute.jit
+    def normalise(
+        self,
+        mLSE: cute.Tensor,
+        mSink: Optional[cute.Tensor],
+        row_sum: Float32,
+        row_max: Float32,
+        row: Int32,
+        thread: Int32,
+        work: Work,
+        call: Call,
+    ):
+        """What a row's output must be multiplied by; stores its LSE if that is wanted."""
+        tile, q = work.tile, work.q
+        has_sink = const_expr(self.features.sink_dtype is not None)
+        sink_log2 = Float32(0.0)
+        if const_expr(has_sink):
+            sink_log2 = mSink[tile.head_idx].to(Float32) * LOG2_E
+        factor, lse = finish_total(row_max, row_sum, self.scale_log2(call), sink_log2, has_sink)
+        if row >= q.length:
+            # Padding: what was computed for it came from zeros.
+            factor = Float32(0.0)
+            lse = -Float32.inf
+        if (call.stores_lse != 0) & (row < q.rows):
+            if const_expr(self.features.packed_q):
+                mLSE[q.start + row, tile.head_idx] = lse
+            else:
+                mLSE[row, tile.head_idx, tile.batch_idx] = lse
+        return factor
+
+    @cute.jit
+    def hand_over(
+        self,
+        sO: cute.Tensor,
+        bars: cute.Pointer,
+        query_tile: cutlass.Constexpr[int],
+        thread: Int32,
+        factor: Float32,
+        lane_address: Int32,
+        num_blocks: Int32,
+        blocks_done: Int32,
+        used: Int32,
+    ):
+        """Tensor memory -> registers -> shared memory: this thread's row of the output.
+
+        blocks_done  blocks of the query tile in all, this tile's included
+        used         tiles whose output has gone through the slab before
+        """
+        schedule = self.schedule
+        at = self.mbarriers
+        if const_expr(not schedule.o_shares_q):
+            self.wait(bars, at.OUT_EMPTY + query_tile, (used & 1) ^ 1)
+        address = lane_address + schedule.output_column(query_tile)
+        if num_blocks > 0:
+            # Also says, where O shares the slab, that Q is not read any more.
+            last, phase = self.block_state(query_tile, blocks_done - 1)
+            self.wait(bars, at.O_DONE + last, phase)
+            tensor_memory.after_wait()
+            self.write_rows(sO, query_tile, thread, factor, address, True)
+            tensor_memory.before_arrival()
+            self.arrive_at_issuer(bars, at.O_READY + last)
+        else:
+            if const_expr(schedule.o_shares_q):
+                # Nobody reads this tile's Q, but its copy must have ended.
+                self.wait(bars, at.Q_FULL + query_tile, used & 1)
+            self.write_rows(sO, query_tile, thread, factor, address, False)
+        # Make these writes visible to the TMA engine before anyone starts it.
+        cute.arch.fence_proxy("async.shared", space="cta")
+        self.arrive(bars, at.OUT_FULL + query_tile)
+
+    @cute.jit
+    def write_rows(
+        self,
+        sO: cute.Tensor,
+        query_tile: cutlass.Constexpr[int],
+        thread: Int32,
+        factor: Float32,
+        address: Int32,
+        has_output: cutlass.Constexpr[bool],
+    ):
+        """factor * O, or zeros, to this thread's row of the slab."""
+        slab = sO[None, None, query_tile]
+        for first in cutlass.range_constexpr(0, self.schedule.head_dim_v, CHUNK):
+            rounded = cute.make_rmem_tensor(CHUNK, self.dtype)
+            words = cute.recast_tensor(rounded, Int32)
+            if const_expr(has_output):
+                out = cute.make_rmem_tensor(CHUNK, Float32)
+                tensor_memory.load(out, 0, address + first, CHUNK)
+                tensor_memory.wait_for_loads()
+                for c in cutlass.range_constexpr(0, CHUNK, 2):
+                    words[c // 2] = round_pair(out[c] * factor, out[c + 1] * factor, self.dtype)
+            else:
+                words.fill(0)
+            for c in cutlass.range_constexpr(0, CHUNK, VECTOR):
+                place = cute.local_tile(slab, (1, VECTOR), (thread, (first + c) // VECTOR))
+                part = cute.make_tensor(
+                    rounded.iterator + c, cute.make_layout((1, VECTOR), stride=(0, 1))
+                )
+                cute.autovec_copy(part, place)
+
+    # -- store -------------------------------------------------------------------------------------
+
+    @cute.jit
+    def store(self, o_tma: Tma, sO: cute.Tensor, bars: cute.Pointer, rank: Int32, call: Call):
+        """Store warp: output tiles from shared memory to global, clipped to the sequence.
+
+        Waits for OUT_FULL; signals OUT_EMPTY, or Q_EMPTY where O shares Q's slab.
+        """
+        schedule = self.schedule
+        at = self.mbarriers
+        tiles = schedule.query_tiles
+        used = (Int32(0),) * tiles
+        tile_idx, step = self.first_item()
+        while tile_idx < call.num_tiles:
+            work = self.locate(tile_idx, call)
+            if work.tile.m_block * schedule.tile_m < work.q.rows:
+                stored_rows = work.q.rows
+                if const_expr(self.q_is_ragged):
+                    stored_rows = work.q.rows if call.fills_padding != 0 else work.q.length
+                gO = self.query_tiles_of(o_tma, work, stored_rows, schedule.head_dim_v)
+                whole = cute.make_layout(1)
+                tOsO, tOgO = cpasync.tma_partition(
+                    o_tma.atom, 0, whole, cute.group_modes(sO, 0, 2), cute.group_modes(gO, 0, 2)
+                )
+                for i in cutlass.range_constexpr(tiles):
+                    if work.exists[i] != 0:
+                        self.wait(bars, at.OUT_FULL + i, used[i] & 1)
+                        m_idx = (work.tile.m_block * tiles + i) * schedule.ctas + rank
+                        cute.copy(o_tma.atom, tOsO[None, i], tOgO[None, m_idx])
+                        cute.arch.cp_async_bulk_commit_group()
+                if const_expr(tiles == 2):
+                    if work.exists[1] != 0:
+                        # All but the last copy, which is the second tile's.
+                        cute.arch.cp_async_bulk_wait_group(1, read=True)
+                    else:
+                        cute.arch.cp_async_bulk_wait_group(0, read=True)
+                for i in cutlass.range_constexpr(tiles):
+                    if work.exists[i] != 0:
+                        if const_expr(i == tiles - 1):
+                            cute.arch.cp_async_bulk_wait_group(0, read=True)
+                        given_back = at.Q_EMPTY if schedule.o_shares_q else at.OUT_EMPTY
+                        self.arrive(bars, given_back + i)
+                used = tuple(used[i] + work.exists[i] for i in range(tiles))
+            tile_idx = tile_idx + step
+
+
+def compile_forward(
+    features: ForwardFeatures, schedule: ForwardSchedule, arch: str, options: str = ""
+):
+    """Compile for any batch, lengths, heads and strides; see `BlackwellForward.__call__`.
+
+    Strides of q, k, v and o are promised nothing here: `global_view.rows_first` relies on the
+    caller's check that every stride in use is a multiple of 16 bytes.
+    """
+    dtype = DTYPES[features.dtype]
+    fake = cute.runtime.make_fake_tensor
+
+    def rows_tensor(is_packed: bool):
+        modes = 3 if is_packed else 4
+        shape = tuple(cute.sym_int() for _ in range(modes))
+        stride = (*(cute.sym_int64() for _ in range(modes - 1)), 1)
+        return fake(dtype, shape, stride, assumed_align=global_view.TMA_ALIGNMENT)
+
+    def vector(element, present: bool):
+        return fake(element, (cute.sym_int(),), (1,)) if present else None
+
+    lse_modes = 2 if features.packed_q else 3
+    mLSE = fake(
+        Float32,
+        tuple(cute.sym_int() for _ in range(lse_modes)),
+        (*(cute.sym_int64() for _ in range(lse_modes - 1)), 1),
+    )
+    return cute.compile(
+        BlackwellForward(features, schedule),
+        rows_tensor(features.packed_q),
+        rows_tensor(features.packed_k),
+        rows_tensor(features.packed_k),
+        rows_tensor(features.packed_q),
+        mLSE,
+        vector(Int32, features.packed_q),
+        vector(Int32, features.packed_k),
+        vector(Int32, features.has_seqused_q),
+        vector(Int32, features.has_seqused_k),
+        vector(DTYPES.get(features.sink_dtype), features.sink_dtype is not None),
+        Float32(1.0),
+        Float32(0.0),
+        Int32(0),
+        Int32(0),
+        Int32(1),
+        Int32(1),
+        Int32(1),
+        Int32(1),
+        cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True),
+        options=f"--enable-tvm-ffi --gpu-arch {arch} {options}".strip(),
+    )
