@@ -604,9 +604,11 @@ class HopperBackwardDq:
         self.matmul(mma_scores, regs.dp, regs.grad, v, False)
         if const_expr(schedule.takes_turns):
             self.turn(1 - place.warpgroup).arrive()
+        warpgroup.wait_group(1)
+        self.weigh(regs, place, work, call, work.keys.first)
         warpgroup.wait_group(0)
         rings.v.consumer_release(v_state)
-        self.score_gradients(regs, place, work, call, work.keys.first)
+        self.differentiate_scores(regs)
         accumulator.round_into(regs.rounded, regs.dp)
 
         for i in cutlass.range(1, num_blocks, unroll=1):
@@ -628,9 +630,11 @@ class HopperBackwardDq:
                 self.turn(1 - place.warpgroup).arrive()
             warpgroup.wait_group(2)
             rings.k.consumer_release(before)
+            warpgroup.wait_group(1)
+            self.weigh(regs, place, work, call, work.keys.first + i)
             warpgroup.wait_group(0)
             rings.v.consumer_release(v_state)
-            self.score_gradients(regs, place, work, call, work.keys.first + i)
+            self.differentiate_scores(regs)
             accumulator.round_into(regs.rounded, regs.dp)
 
         if const_expr(schedule.takes_turns):
@@ -644,12 +648,10 @@ class HopperBackwardDq:
         warpgroup.wait_group(0)
 
     @cute.jit
-    def score_gradients(
-        self, regs: Fragments, place: Place, work: Work, call: Call, n_block: Int32
-    ):
-        """dp := w (dp - delta) for one block, with w from the raw products; 0 where not seen."""
+    def weigh(self, regs: Fragments, place: Place, work: Work, call: Call, n_block: Int32):
+        """scores := w for one block, from the raw products; 0 where a row does not see."""
         features, keys = self.features, work.keys
-        weights, dp = accumulator.by_row(regs.scores), accumulator.by_row(regs.dp)
+        weights = accumulator.by_row(regs.scores)
         columns = cute.size(weights, mode=[1])
         lse_log2 = score_gradient.of_rows(regs.lse_log2, columns)
         if const_expr(features.score == "softcap"):
@@ -658,8 +660,7 @@ class HopperBackwardDq:
             score_gradient.capped_probabilities(
                 weights, slopes_by_row, lse_log2, call.softmax_scale, call.softcap
             )
-            for i in cutlass.range_constexpr(cute.size(regs.scores)):
-                regs.scores[i] = regs.scores[i] * slopes[i]
+            regs.scores.store(regs.scores.load() * slopes.load())
         else:
             score_gradient.probabilities(weights, lse_log2, call.softmax_scale)
         # A sequence's end is a bound too: keys behind it are zeros, whose weight may be infinite.
@@ -673,8 +674,13 @@ class HopperBackwardDq:
                 score_gradient.hide_outside(
                     weights[r, None], aligned - call.left, end, features.has_left_bound, True
                 )
+
+    @cute.jit
+    def differentiate_scores(self, regs: Fragments):
+        """dp := w (dp - delta)."""
+        weights, dp = accumulator.by_row(regs.scores), accumulator.by_row(regs.dp)
         for r in cutlass.range_constexpr(2):
-            for c in cutlass.range_constexpr(columns):
+            for c in cutlass.range_constexpr(cute.size(dp, mode=[1])):
                 dp[r, c] = weights[r, c] * (dp[r, c] - regs.delta[r])
 
     @cute.jit

@@ -1,0 +1,229 @@
+"""The right gradients and how far from them gradients may be: shared by the CPU and the GPU tests.
+
+How good is good enough, as in tests/oracle.py
+    The answer is autograd through float64 attention of the very inputs. The peer is PyTorch math in
+    the inputs' dtype with a float32 softmax: every matrix product takes operands in that dtype and
+    sums in float32, so the probabilities, their gradients and the gradients of the scores are each
+    rounded once on the way, and the results once more.
+
+        allowed = 1.5 x the peer's largest error + one rounding (eps / 2) of the largest exact value
+                  + 1e-5 for inputs of order 1
+
+    The last term is for sums whose terms cancel, such as dq of a query that sees a single key: their
+    float32 roundings remain. Both maxima are taken over rows that sum up about as many terms (within a factor of two): keys
+    that a query sees for dq, queries that see a key for dk and dv. NaN and infinities must stand
+    where the exact ones do, and rows that sum up nothing must be exactly 0.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from fa4.reference import attention_reference, mask_bounds
+from fa4.reference_backward import Gradients
+from tests.oracle import (
+    PEER_FACTOR,
+    Case,
+    Inputs,
+    error_of,
+    first_index,
+    group_max,
+    index_of_largest,
+    num_visible_keys,
+    readable_rows,
+    row_max,
+    row_shapes,
+    sequences,
+)
+
+NAN = float("nan")
+FLOAT32_ROUNDINGS = 1e-5
+SINK_ABSOLUTE, SINK_RELATIVE = 2e-3, 2e-2
+
+
+class Incoming(NamedTuple):
+    """Gradients of the output, in its dtype, and of the LSE; grad_lse may be None."""
+
+    grad_out: Tensor
+    grad_lse: Tensor | None
+
+
+def make_incoming(inputs: Inputs, has_grad_lse: bool, seed: int = 0) -> Incoming:
+    """Normal random gradients, with NaN in every row that must not be read."""
+    case, device = inputs.case, inputs.q.device
+    gen = torch.Generator(device).manual_seed((inputs.seed or 0) + seed + 1)
+    live, _ = readable_rows(case, device)
+    shape = (*inputs.q.shape[:-1], case.dim_v)
+    grad_out = torch.randn(shape, generator=gen, dtype=torch.float32, device=device)
+    grad_out = grad_out.to(case.dtype).masked_fill_(~live[..., None, None], NAN)
+    if not has_grad_lse:
+        return Incoming(grad_out, None)
+    dtype = torch.float64 if case.dtype == torch.float64 else torch.float32
+    rows_lse = torch.randn(shape[:-1], generator=gen, dtype=dtype, device=device)
+    rows_lse.masked_fill_(~live[..., None], NAN)
+    return Incoming(grad_out, rows_lse.transpose(-1, -2).contiguous())
+
+
+def exact_gradients(inputs: Inputs, incoming: Incoming) -> Gradients:
+    """In float64, by autograd through the reference."""
+    leaves = [t.double().requires_grad_() for t in (inputs.q, inputs.k, inputs.v)]
+    options = inputs.options
+    if inputs.sink is not None:
+        options["sink"] = inputs.sink.double().requires_grad_()
+        leaves.append(options["sink"])
+    out, lse = attention_reference(*leaves[:3], **options, **inputs.lengths)
+    results, gradients = [out], [incoming.grad_out.double()]
+    if incoming.grad_lse is not None:
+        results.append(lse)
+        gradients.append(incoming.grad_lse.double())
+    found = torch.autograd.grad(results, leaves, gradients)
+    return Gradients(*found[:3], found[3] if inputs.sink is not None else None)
+
+
+def peer_gradients(inputs: Inputs, incoming: Incoming) -> Gradients:
+    """PyTorch math in the inputs' dtype, as described at the top; dsink is not judged by it."""
+    case, dtype = inputs.case, inputs.case.dtype
+    wide = torch.float64 if dtype == torch.float64 else torch.float32
+    dq, dk, dv = (torch.zeros_like(t) for t in (inputs.q, inputs.k, inputs.v))
+    live, seen = readable_rows(case, inputs.q.device)
+    left, right = mask_bounds(case.causal, case.window_size)
+    scale = case.head_dim**-0.5 if case.softmax_scale is None else case.softmax_scale
+    members = list(sequences(case))
+    if not case.is_varlen:
+        lengths = (inputs.q.shape[1], inputs.k.shape[1])
+        members = [((b,), (b,), *lengths) for b in range(inputs.q.shape[0])]
+    for b, (iq, ik, seqlen_q, seqlen_k) in enumerate(members):
+        rows, keys = live[iq].nonzero()[:, 0], seen[ik].nonzero()[:, 0]
+        if not rows.numel():
+            continue
+        q, grad = (t[iq][rows].to(wide).transpose(0, 1) for t in (inputs.q, incoming.grad_out))
+        group = case.heads_q // case.heads_kv
+        k, v = (
+            t[ik][keys].to(wide).transpose(0, 1).repeat_interleave(group, dim=0)
+            for t in (inputs.k, inputs.v)
+        )
+        x = q @ k.transpose(1, 2) * scale
+        slope = torch.ones_like(x)
+        if case.softcap:
+            x = torch.tanh(x / case.softcap) * case.softcap
+            slope = 1.0 - (x / case.softcap) ** 2
+        distance = keys - (rows[:, None] + seqlen_k - seqlen_q)
+        hidden = torch.zeros_like(distance, dtype=torch.bool)
+        if right is not None:
+            hidden |= distance > right
+        if left is not None:
+            hidden |= distance < -left
+        x = x.masked_fill(hidden, -torch.inf)
+        lse = torch.logsumexp(x, dim=-1, keepdim=True)
+        if inputs.sink is not None:
+            lse = torch.logaddexp(lse, inputs.sink.to(wide).reshape(-1, 1, 1))
+        p = torch.exp(x - lse)
+        dp = (grad @ v.transpose(1, 2)).to(dtype).to(wide)
+        drawn = (p * dp).sum(dim=-1, keepdim=True)
+        if incoming.grad_lse is not None:
+            by_head = incoming.grad_lse if case.packed_q else incoming.grad_lse[b]
+            at = rows + (iq[0].start if case.packed_q else 0)
+            drawn = drawn - by_head[:, at, None].to(wide)
+        ds = (p * (dp - drawn) * slope).masked_fill(hidden, 0.0).to(dtype).to(wide)
+        p = p.to(dtype).to(wide)
+
+        dq[iq][rows] = (ds @ k * scale).transpose(0, 1).to(dtype)
+        dk[ik][keys] = _over_groups(ds.transpose(1, 2) @ q * scale, group).to(dtype)
+        dv[ik][keys] = _over_groups(p.transpose(1, 2) @ grad, group).to(dtype)
+    return Gradients(dq, dk, dv, None)
+
+
+def _over_groups(x: Tensor, group: int) -> Tensor:
+    """(heads_q, keys, dim) to sums (keys, heads_kv, dim) over query heads that share a key head."""
+    return x.unflatten(0, (-1, group)).sum(dim=1).transpose(0, 1)
+
+
+def num_seeing_rows(case: Case, device: str | torch.device = "cpu") -> Tensor:
+    """Over the rows of k, how many queries see each."""
+    left, right = mask_bounds(case.causal, case.window_size)
+
+    def count(seqlen_q: int, seqlen_k: int) -> Tensor:
+        aligned = torch.arange(seqlen_k) - (seqlen_k - seqlen_q)  # the query on a key's diagonal
+        start = torch.zeros_like(aligned) if right is None else (aligned - right).clamp(min=0)
+        end = torch.full_like(aligned, seqlen_q)
+        if left is not None:
+            end = (aligned + left + 1).clamp(max=seqlen_q)
+        return (end - start).clamp(min=0)
+
+    rows_q, rows_k = row_shapes(case)
+    counts = torch.zeros(rows_k, dtype=torch.long)
+    if not case.is_varlen and case.batch:
+        counts[:] = count(rows_q[1], rows_k[1])
+    else:
+        for _, ik, seqlen_q, seqlen_k in sequences(case):
+            counts[ik] = count(seqlen_q, seqlen_k)
+    return counts.to(device)
+
+
+def assert_gradients_match(
+    actual: Gradients,
+    inputs: Inputs,
+    incoming: Incoming,
+    peer: Gradients | None = None,
+) -> None:
+    """Fail, saying where and by how much, unless the gradients are right.
+
+    peer  gradients to allow for instead of `peer_gradients`'
+    """
+    case = inputs.case
+    context = f"\n  case {case}\n  seed {inputs.seed}"
+    exact = exact_gradients(inputs, incoming)
+    peer = peer or peer_gradients(inputs, incoming)
+    device = inputs.q.device
+    terms = {
+        "dq": num_visible_keys(case, device),
+        "dk": num_seeing_rows(case, device),
+        "dv": num_seeing_rows(case, device),
+    }
+    one_rounding = torch.finfo(case.dtype).eps / 2
+    floor = FLOAT32_ROUNDINGS * max(1.0, case.spread)
+    for name, source in (("dq", inputs.q), ("dk", inputs.k), ("dv", inputs.v)):
+        found, right, other = (getattr(x, name) for x in (actual, exact, peer))
+        assert found.shape == source.shape, f"{name} has shape {tuple(found.shape)}{context}"
+        assert found.dtype == source.dtype, f"{name} has dtype {found.dtype}{context}"
+        assert found.is_contiguous(), f"{name} has strides {found.stride()}{context}"
+        wrong = found.isfinite() != right.isfinite()
+        assert not wrong.any(), (
+            f"{name}: finite or not is wrong in {int(wrong.sum())} of {wrong.numel()} elements, "
+            f"first at {first_index(wrong)}: {found[first_index(wrong)].item()}{context}"
+        )
+        stray = (terms[name] == 0)[..., None, None] & (found != 0)
+        assert not stray.any(), (
+            f"{name}: {int(stray.sum())} elements of rows that sum up nothing are not 0, first at "
+            f"{first_index(stray)}: {found[first_index(stray)].item()}{context}"
+        )
+        group = torch.where(
+            terms[name] > 0, terms[name].double().clamp(min=1).log2().floor() + 1, 0
+        ).long()
+        budget = PEER_FACTOR * group_max(row_max(error_of(other, right)), group)
+        magnitude = row_max(right.abs().nan_to_num(0, 0, 0))
+        budget = (budget + one_rounding * group_max(magnitude, group))[group] + floor
+        error = error_of(found, right)
+        over = row_max(error) > budget
+        if over.any():
+            row = index_of_largest(row_max(error) / budget.clamp(min=1e-300) * over)
+            at = (*row, *index_of_largest(error[row]))
+            raise AssertionError(
+                f"{name}: {int(over.sum())} of {over.numel()} rows are off, worst at {at}, which "
+                f"sums up {int(terms[name][row])} terms: {found[at].item():.6g}, expected "
+                f"{right[at].item():.6g}, error {error[at].item():.2e}, allowed "
+                f"{budget[row].item():.2e}{context}"
+            )
+    assert (actual.dsink is None) == (inputs.sink is None), f"dsink {actual.dsink}{context}"
+    if actual.dsink is not None and inputs.sink is not None and exact.dsink is not None:
+        assert actual.dsink.dtype == inputs.sink.dtype, f"dsink: {actual.dsink.dtype}{context}"
+        error = (actual.dsink.double() - exact.dsink).abs()
+        # Errors of delta add up over rows like a random walk.
+        rows = max(1, int((terms["dq"] > 0).sum()))
+        allowed = SINK_ABSOLUTE * rows**0.5 + SINK_RELATIVE * exact.dsink.abs()
+        assert bool((error <= allowed).all()), (
+            f"dsink {actual.dsink.tolist()}, expected {exact.dsink.tolist()}{context}"
+        )
