@@ -6,9 +6,13 @@ import functools
 import itertools
 import random
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
+
+import fa4
+from fa4.problem import AttentionProblem
 
 SEED = 20230717  # of the lengths of varlen mixes and ragged batches, and of all values
 
@@ -246,6 +250,14 @@ def make_inputs(case: Case, device: str, copy: int = 0) -> Inputs:
     lengths = torch.tensor(case.lengths_k, dtype=torch.int32, device=device)
     cache_seqlens = lengths if is_decode else None
     return Inputs(q, k, v, page_table=page_table, cache_seqlens=cache_seqlens)
+
+
+def problem_of(inputs: Inputs, **options: Any) -> AttentionProblem:
+    """What fa4's dispatch sees of a forward case on Hopper; options as of `fa4.flash_attn_func`."""
+    cu_seqlens = inputs.cu_seqlens
+    return fa4.explain(
+        inputs.q, inputs.k, inputs.v, cu_seqlens, cu_seqlens, arch="sm_90a", **options
+    ).problem
 
 
 def _page_table(pages: list[int], generator: torch.Generator | None, device: str) -> Tensor:

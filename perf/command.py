@@ -155,7 +155,11 @@ def measure(
     rows = []
     for contender in found:
         name = contender.name
-        row = case.row() | {"contender": name, "version": contender.version, "ms": None}
+        row = (
+            {"operation": operation}
+            | case.row()
+            | {"contender": name, "version": contender.version, "ms": None}
+        )
         if name in times:
             row |= time_columns(times[name], times.get(OURS))
             row["difference"] = differences.get(name)

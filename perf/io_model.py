@@ -30,10 +30,9 @@ from typing import Any
 
 import pandas as pd
 
-import fa4
 from fa4.dispatch import decide, features_of
 from fa4.pipelines.sm90 import ForwardSchedule, forward_schedule
-from perf.cases import FORWARD, Case, dense, make_inputs
+from perf.cases import FORWARD, Case, dense, make_inputs, problem_of
 from perf.records import text_table
 
 WORD_BYTES = 2  # of q, k, v, o; the statistics of a row are counted as one word each
@@ -120,8 +119,7 @@ def forward_traffic(case: Case, schedule: ForwardSchedule) -> Traffic:
 
 def schedule_of(case: Case) -> ForwardSchedule:
     """What dispatch takes for a dense case on Hopper."""
-    inputs = make_inputs(case, "meta")
-    problem = fa4.explain(inputs.q, inputs.k, inputs.v, causal=case.causal, arch="sm_90a").problem
+    problem = problem_of(make_inputs(case, "meta"), causal=case.causal)
     return forward_schedule(features_of(problem))
 
 
@@ -132,7 +130,7 @@ def emulated_traffic(case: Case) -> tuple[int, int]:
 
     inputs = make_inputs(case, "cpu")
     q, k, v = inputs.q, inputs.k, inputs.v
-    decision = decide(fa4.explain(q, k, v, causal=case.causal).problem, "sm_90a")
+    decision = decide(problem_of(inputs, causal=case.causal), "sm_90a")
     prepared, _, _ = prepare_forward(decision, q, k, v, wants_lse=False)
     (report,) = prepared.execute()
     total = cost_report(report.launch, report.statistics).total

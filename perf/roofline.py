@@ -1,21 +1,25 @@
-"""What bounds each forward kernel on Hopper, and what share of that bound was reached?
+"""What bounds each kernel on Hopper, and what share of that bound was reached?
 
-Clocks of the units of one multiprocessor for one key block of one tile, all warpgroups together:
+Clocks of the units of one multiprocessor for one block of one tile, all warpgroups together:
 
-    tensor  2 M N (d + dv) / 4096
-    exp     M N / 16
-    shared  operands that wgmma reads, and what TMA writes, at 128 bytes a clock. Each warpgroup of
-            64 rows reads all of K and V again, and its Q; P stays in registers
-    issue   warp instructions of the loop over whole blocks / 4 a clock (--sass; needs nvdisasm)
+    tensor  2 M N K / 4096 for each product
+    exp     an exponential a score, 16 a clock
+    shared  operands that wgmma reads, tiles that TMA writes, what warpgroups hand over, at 128
+            bytes a clock. Each warpgroup of 64 rows reads all of B again, and A where it is not
+            in registers
+    issue   warp instructions of the forward loop over whole blocks, 4 a clock (--sass)
 
-The busiest unit bounds the kernel from below: nothing is said about latencies, other blocks than
-whole ones, or the change of tile. --csv takes what perf.forward wrote, with the clock that it read.
+The busiest unit bounds the kernel: nothing is said about latencies, other blocks than whole ones,
+or the change of tile. --csv takes what perf.forward, perf.varlen, perf.backward or perf.decode
+wrote, and sets it against the bound at the clock that was read; decoding against HBM's bandwidth.
 """
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,27 +27,38 @@ from typing import Any
 import pandas as pd
 
 from fa4.compiler import KernelSpec
+from fa4.dispatch import decide_backward, features_of
 from fa4.kernels.features import HEAD_DIM_CLASSES, ForwardFeatures
 from fa4.pipelines.sm90 import ForwardSchedule, forward_schedule
+from perf.cases import Case, dense, make_inputs, problem_of
 from perf.records import text_table
 
 ENTRY = "fa4.kernels.sm90.forward:compile_forward"
 TENSOR_FLOP, EXP_LANES, SHARED_BYTES, ISSUED_WARPS = 4096, 16, 128, 4
 ROWS = 64  # of a warpgroup: M of one wgmma
-H200_SMS = 132
+ELEMENT_BYTES, FP32_BYTES = 2, 4
 
-# An H200 runs at most at this; long kernels run slower, held back by power. The CSV knows.
-H200_MHZ = 1980.0
+H200_SMS = 132
+H200_MHZ = 1980.0  # the most it runs at; long kernels run slower, held back by power
+H200_TBYTES = 4.8  # a second, of HBM, nominal
 
 
 @dataclass(frozen=True)
 class BlockCost:
-    """Clocks of one key block of one tile, by unit; issue None where it was not counted."""
+    """Clocks of one block of one tile, by unit; issue None where it was not counted.
 
+    pairs  (query row, key) pairs of the block
+    """
+
+    pairs: int
     tensor: float
     exp: float
     shared: float
     issue: float | None = None
+
+    @property
+    def clocks(self) -> float:
+        return max(self.tensor, self.exp, self.shared, self.issue or 0.0)
 
     @property
     def limit(self) -> str:
@@ -51,34 +66,97 @@ class BlockCost:
         units = ("tensor", "exp", "shared", "issue")
         return " = ".join(unit for unit in units if getattr(self, unit) == self.clocks)
 
-    @property
-    def clocks(self) -> float:
-        return max(self.tensor, self.exp, self.shared, self.issue or 0.0)
+
+def product(m: int, n: int, k: int, a_in_registers: bool = False) -> tuple[float, int]:
+    """(FLOP, bytes of operands read from shared memory) of one product by wgmma."""
+    a_bytes = 0 if a_in_registers else ROWS * 16 * ELEMENT_BYTES
+    operands = (m // ROWS) * (k // 16) * (a_bytes + n * 16 * ELEMENT_BYTES)
+    return 2.0 * m * n * k, operands
 
 
-def block_cost(schedule: ForwardSchedule, instructions: int | None = None) -> BlockCost:
-    """instructions  of a consumer warp for one whole block, where they have been counted"""
-    m, n = schedule.tile_m, schedule.tile_n
-    d, dv = schedule.head_dim, schedule.head_dim_v
-    warpgroups = m // ROWS
-    q_bytes, row_bytes = ROWS * 16 * 2, 16 * 2  # operands of one wgmma, 16 of the reduced mode
-    operands = warpgroups * (d // 16) * (q_bytes + n * row_bytes)
-    operands += warpgroups * (n // 16) * dv * row_bytes
-    copies = n * (d + dv) * 2
+def cost(pairs: int, products: list[tuple[float, int]], other_bytes: int) -> BlockCost:
+    """other_bytes  what passes through shared memory beside the operands of products"""
     return BlockCost(
-        tensor=2 * m * n * (d + dv) / TENSOR_FLOP,
-        exp=m * n / EXP_LANES,
-        shared=(operands + copies) / SHARED_BYTES,
-        issue=None if instructions is None else instructions * 4 * warpgroups / ISSUED_WARPS,
+        pairs=pairs,
+        tensor=sum(flop for flop, _ in products) / TENSOR_FLOP,
+        exp=pairs / EXP_LANES,
+        shared=(sum(operands for _, operands in products) + other_bytes) / SHARED_BYTES,
     )
 
 
+def forward_cost(schedule: ForwardSchedule, instructions: int | None = None) -> BlockCost:
+    """instructions  of a consumer warp for one whole block, where they have been counted"""
+    m, n, d, dv = schedule.tile_m, schedule.tile_n, schedule.head_dim, schedule.head_dim_v
+    products = [product(m, n, d), product(m, dv, n, a_in_registers=True)]
+    without_issue = cost(m * n, products, n * (d + dv) * ELEMENT_BYTES)
+    if instructions is None:
+        return without_issue
+    issue = instructions * 4 * (m // ROWS) / ISSUED_WARPS
+    return dataclasses.replace(without_issue, issue=issue)
+
+
+def dkv_cost(schedule: Any) -> BlockCost:
+    """`pipelines.sm90_backward.DkvSchedule`: 64 keys; the weights pass between warpgroups."""
+    m, n, d, dv = schedule.tile_m, schedule.tile_n, schedule.head_dim, schedule.head_dim_v
+    products = [
+        product(n, m, d),
+        product(n, dv, m, a_in_registers=True),
+        product(n, m, dv),
+        product(n, d, m, a_in_registers=True),
+    ]
+    handed_over = 2 * n * m * ELEMENT_BYTES  # written, and read
+    return cost(m * n, products, m * (d + dv) * ELEMENT_BYTES + handed_over)
+
+
+def dq_cost(schedule: Any) -> BlockCost:
+    """`pipelines.sm90_backward.DqSchedule`: 128 query rows, like the forward kernel."""
+    m, n, d, dv = schedule.tile_m, schedule.tile_n, schedule.head_dim, schedule.head_dim_v
+    products = [product(m, n, d), product(m, n, dv), product(m, d, n, a_in_registers=True)]
+    return cost(m * n, products, n * (d + dv) * ELEMENT_BYTES)
+
+
+def one_kernel_cost(schedule: Any) -> BlockCost:
+    """All three gradients in one kernel: dS passes through shared memory, and dQ if it leaves so.
+
+    dQ of a block is 64 rows by half of the columns a warpgroup, or 64 of 128 rows.
+    """
+    m, n, d, dv = schedule.tile_m, schedule.tile_n, schedule.head_dim, schedule.head_dim_v
+    shares = 2 if m == ROWS else 1
+    dq_flop, dq_operands = product(m, d // shares, n)
+    products = [
+        product(n, m, d),
+        product(n, m, dv),
+        product(n, dv, m, a_in_registers=True),
+        product(n, d, m, a_in_registers=True),
+        (dq_flop * shares, dq_operands * shares),
+    ]
+    leaving = 2 * m * d * FP32_BYTES if schedule.dq_path == "bulk" else 0
+    return cost(m * n, products, (m * (d + dv) + n * m) * ELEMENT_BYTES + leaving)
+
+
+# By the module of a kernel's entry; kernels that are not in here take next to no time.
+BACKWARD_COSTS: dict[str, Callable[[Any], BlockCost]] = {
+    "fa4.kernels.sm90.backward_dkv": dkv_cost,
+    "fa4.kernels.sm90.backward_dq": dq_cost,
+    "fa4.kernels.sm90.backward": one_kernel_cost,
+}
+
+
 def bound_tflops(
-    schedule: ForwardSchedule, cost: BlockCost, mhz: float = H200_MHZ, sms: int = H200_SMS
+    costs: list[BlockCost], flop_a_pair: float, mhz: float = H200_MHZ, sms: int = H200_SMS
 ) -> float:
-    """Of whole blocks on all multiprocessors, if nothing but the busiest unit takes time."""
-    flop = 2 * schedule.tile_m * schedule.tile_n * (schedule.head_dim + schedule.head_dim_v)
-    return flop / cost.clocks * mhz * 1e6 * sms / 1e12
+    """Of whole blocks of kernels that run one after another, on all multiprocessors."""
+    clocks_a_pair = sum(each.clocks / each.pairs for each in costs)
+    return flop_a_pair / clocks_a_pair * mhz * 1e6 * sms / 1e12
+
+
+def forward_flop(head_dim: int, head_dim_v: int) -> float:
+    return 2.0 * (head_dim + head_dim_v)
+
+
+def backward_flop(head_dim: int, head_dim_v: int) -> float:
+    """Five products, whatever a path executes."""
+    return 2.0 * (3 * head_dim + 2 * head_dim_v)
 
 
 def efficiency(seqlen: int, schedule: ForwardSchedule, causal: bool) -> float:
@@ -98,61 +176,87 @@ def interior_instructions(features: ForwardFeatures, schedule: ForwardSchedule) 
     return min(len(loop) for loop in code.loops_with("HGMMA"))
 
 
-def features_for(head_dim: int, head_dim_v: int, causal: bool) -> ForwardFeatures:
-    return ForwardFeatures("bf16", head_dim, head_dim_v, has_right_bound=causal)
+def kernels_of(operation: str, case: Case) -> list[tuple[str, Any, BlockCost]]:
+    """(name, schedule, cost) of each kernel that dispatch takes for a case on Hopper."""
+    problem = problem_of(make_inputs(case, "meta"), causal=case.causal)
+    if operation == "backward":
+        specs = decide_backward(problem, "sm_90a").kernels
+        modules = [(spec, spec.entry.split(":")[0]) for spec in specs]
+        return [
+            (module.rsplit(".", 1)[-1], spec.schedule, BACKWARD_COSTS[module](spec.schedule))
+            for spec, module in modules
+            if module in BACKWARD_COSTS
+        ]
+    schedule = forward_schedule(features_of(problem))
+    return [("forward", schedule, forward_cost(schedule))]
 
 
 def bound_rows(counts_issue: bool, mhz: float) -> list[dict[str, Any]]:
-    pairs = [(d, d) for d in HEAD_DIM_CLASSES] + [(192, 128)]
+    """A row for each kernel of each usual pair of head dims, causal."""
+    pairs = sorted([(d, d) for d in HEAD_DIM_CLASSES] + [(192, 128)])
     rows = []
-    for head_dim, head_dim_v in sorted(pairs):
-        features = features_for(head_dim, head_dim_v, causal=True)
-        schedule = forward_schedule(features)
-        counted = interior_instructions(features, schedule) if counts_issue else None
-        cost = block_cost(schedule, counted)
-        rows.append(
-            {
-                "head_dim": head_dim,
-                "head_dim_v": head_dim_v,
-                "schedule": schedule.name,
-                "tensor": cost.tensor,
-                "exp": cost.exp,
-                "shared": cost.shared,
-                "issue": cost.issue,
-                "limit": cost.limit,
-                f"bound at {mhz:.0f} MHz": bound_tflops(schedule, cost, mhz),
-            }
-        )
+    for operation in ("forward", "backward"):
+        for d, dv in pairs:
+            case = dataclasses.replace(dense(4, 4096, 16, 16, d, dv), causal=True)
+            kernels = kernels_of(operation, case)
+            flop = (forward_flop if operation == "forward" else backward_flop)(d, dv)
+            bound = bound_tflops([each for *_, each in kernels], flop, mhz)
+            for name, schedule, each in kernels:
+                if counts_issue and operation == "forward":
+                    features = ForwardFeatures("bf16", d, dv, has_right_bound=True)
+                    each = forward_cost(schedule, interior_instructions(features, schedule))
+                    bound = bound_tflops([each], flop, mhz)
+                rows.append(
+                    {
+                        "kernel": name,
+                        "head_dim": d,
+                        "head_dim_v": dv,
+                        "schedule": schedule.name,
+                        "tensor": each.tensor,
+                        "exp": each.exp,
+                        "shared": each.shared,
+                        "issue": each.issue,
+                        "limit": each.limit,
+                        f"{operation} bound": bound,
+                    }
+                )
     return rows
 
 
 def reached_rows(table: pd.DataFrame, ours: str = "fa4") -> list[dict[str, Any]]:
-    """For each measured case of ours, the bound at the clock that was read and the share of it.
+    """For each measured case of ours the bound at the clock that was read, and the share of it.
 
-    The schedule is the one that dispatch takes now, not one that the CSV remembers.
+    Schedules are those that dispatch takes now, not ones that the CSV remembers. ``useful`` is the
+    share of products that count, of dense forward cases.
     """
     rows = []
-    for row in table[(table["contender"] == ours) & table["tflops"].notna()].to_dict("records"):
-        causal = row["causal"] in (True, "True")
-        schedule = forward_schedule(features_for(row["head_dim"], row["head_dim_v"], causal))
-        cost = block_cost(schedule)
+    for row in table[(table["contender"] == ours) & table["ms"].notna()].to_dict("records"):
+        if row["operation"] == "decode":
+            share = row["tbytes"] / H200_TBYTES
+            rows.append({"case": row["case"], "TB/s": row["tbytes"], "share of bound": share})
+            continue
+        d, dv, seqlen = (int(row[name]) for name in ("head_dim", "head_dim_v", "seqlen_k"))
+        heads_q, heads_kv = int(row["heads_q"]), int(row["heads_kv"])
+        case = dense(int(row["batch"]), seqlen, heads_q, heads_kv, d, dv)
+        case = dataclasses.replace(case, causal=row["causal"] in (True, "True"))
+        kernels = kernels_of(row["operation"], case)
+        flop = (backward_flop if row["operation"] == "backward" else forward_flop)(d, dv)
         has_clock = pd.notna(row.get("sm_mhz"))
         mhz = row["sm_mhz"] if has_clock else H200_MHZ
-        useful = efficiency(int(row["seqlen_k"]), schedule, causal)
-        bound = bound_tflops(schedule, cost, mhz)
-        rows.append(
-            {
-                "case": row["case"],
-                "schedule": schedule.name,
-                "limit": cost.limit,
-                "MHz": mhz if has_clock else math.nan,
-                "bound": bound,
-                "useful": useful,
-                "tflops": row["tflops"],
-                "share of bound": row["tflops"] / bound,
-                "share of useful bound": row["tflops"] / (bound * useful),
-            }
-        )
+        bound = bound_tflops([each for *_, each in kernels], flop, mhz)
+        columns = {
+            "case": row["case"],
+            "kernels": ", ".join(f"{name} {schedule.name}" for name, schedule, _ in kernels),
+            "limit": ", ".join(each.limit for *_, each in kernels),
+            "MHz": mhz if has_clock else math.nan,
+            "bound": bound,
+            "tflops": row["tflops"],
+            "share of bound": row["tflops"] / bound,
+        }
+        if row["operation"] == "forward":
+            columns["useful"] = efficiency(seqlen, kernels[0][1], case.causal)
+            columns["share of useful bound"] = row["tflops"] / (bound * columns["useful"])
+        rows.append(columns)
     return rows
 
 
@@ -160,12 +264,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--csv", type=Path, metavar="FILE", help="of perf.forward: share reached")
+    parser.add_argument("--csv", type=Path, metavar="FILE", help="of a benchmark: share reached")
     parser.add_argument("--sass", action="store_true", help="count instructions; compiles kernels")
     parser.add_argument("--mhz", type=float, default=H200_MHZ, help="SM clock (%(default)s)")
     arguments = parser.parse_args()
-    rows = bound_rows(arguments.sass, arguments.mhz)
-    print(f"clocks of one key block, and TFLOP/s\n{text_table(rows, digits=0)}")
+    print(
+        f"clocks of a block, and TFLOP/s of {H200_SMS} multiprocessors at {arguments.mhz:.0f} MHz"
+    )
+    print(text_table(bound_rows(arguments.sass, arguments.mhz), digits=0))
     if arguments.csv:
         print(f"\n{text_table(reached_rows(pd.read_csv(arguments.csv)))}")
 

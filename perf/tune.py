@@ -35,11 +35,10 @@ from fa4.kernels.features import ForwardFeatures
 from fa4.launch import ForwardLaunch, Lengths
 from fa4.pipelines import sm90_tuned
 from fa4.pipelines.sm90 import ForwardSchedule, forward_rule
-from fa4.problem import AttentionProblem
 from perf import records
-from perf.cases import Case, dense, input_bytes, make_inputs, mix
+from perf.cases import Case, dense, input_bytes, make_inputs, mix, problem_of
 from perf.command import differences_from_first, need_gpu
-from perf.roofline import ENTRY, block_cost
+from perf.roofline import ENTRY, forward_cost
 from perf.timing import Call, DeviceTimer, copies_needed, interleave, ratio, rotating
 
 TILES_M = (64, 128, 192)
@@ -80,7 +79,7 @@ def tiles(rule: ForwardSchedule) -> list[ForwardSchedule]:
 def rank(schedule: ForwardSchedule) -> tuple[float, ...]:
     """Clocks of the busiest unit and bytes from L2, of a (query, key) pair; then long blocks."""
     pairs = schedule.tile_m * schedule.tile_n
-    return block_cost(schedule).clocks / pairs, 1 / schedule.tile_m, -schedule.tile_n
+    return forward_cost(schedule).clocks / pairs, 1 / schedule.tile_m, -schedule.tile_n
 
 
 def other_choices(schedule: ForwardSchedule) -> list[ForwardSchedule]:
@@ -172,7 +171,7 @@ class Bench:
         l2_bytes = torch.cuda.get_device_properties().L2_cache_size
         copies = copies_needed(input_bytes(case), l2_bytes)
         inputs = [make_inputs(case, "cuda", copy) for copy in range(copies)]
-        problem = problem_of(inputs[0], self.options)
+        problem = problem_of(inputs[0], **self.options)
         calls: dict[str, Call] = {}
         outputs: dict[str, Any] = {}
         for schedule in schedules:
@@ -187,13 +186,6 @@ class Bench:
                 print(f"  rejected {name}: its output differs by {difference:.3f}")
                 del calls[name]
         return calls
-
-
-def problem_of(inputs: Any, options: dict[str, Any]) -> AttentionProblem:
-    cu_seqlens = inputs.cu_seqlens
-    return fa4.explain(
-        inputs.q, inputs.k, inputs.v, cu_seqlens, cu_seqlens, arch="sm_90a", **options
-    ).problem
 
 
 def launch_call(launch: ForwardLaunch, inputs: Any) -> Call:
@@ -305,7 +297,7 @@ def main() -> None:
         cases = [mix(kind, 8, heads, heads, dim) for kind in ("uniform", "log")]
     options = {"causal": arguments.causal, "softcap": arguments.softcap}
     options["window_size"] = (arguments.window, -1)
-    wanted = features_of(problem_of(make_inputs(cases[0], "meta"), options))
+    wanted = features_of(problem_of(make_inputs(cases[0], "meta"), **options))
     both = [dataclasses.replace(wanted, dtype=dtype) for dtype in ("bf16", "fp16")]
     rule = forward_rule(wanted)
     print(f"{sm90_tuned.key(wanted)}: the rule takes {describe(rule)}")
@@ -315,7 +307,7 @@ def main() -> None:
 
     if arguments.list:
         for schedule in good(tiles(rule)[: arguments.limit]):
-            clocks = block_cost(schedule).clocks
+            clocks = forward_cost(schedule).clocks
             print(f"  {describe(schedule):40} {clocks:.0f} clocks a block")
         return
     need_gpu()

@@ -159,8 +159,8 @@ def test_a_comparison_from_command_line_to_files(
     table = pd.read_csv(csv)
     assert len(table) == 2 * 3
     columns = [
-        "case", "batch", "seqlen_q", "seqlen_k", "tokens_k", "heads_q", "heads_kv", "head_dim",
-        "head_dim_v", "causal", "page_size", "contender", "version", "ms", "ms_fastest",
+        "operation", "case", "batch", "seqlen_q", "seqlen_k", "tokens_k", "heads_q", "heads_kv",
+        "head_dim", "head_dim_v", "causal", "page_size", "contender", "version", "ms", "ms_fastest",
         "ms_slowest", "spread", "rounds", "ours_faster", "difference", "sm_mhz", "sm_mhz_lowest",
         "power_w", "capped_share", "note", "tflops", "tensor_share",
     ]  # fmt: skip

@@ -4,17 +4,26 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from types import SimpleNamespace
 
 import pytest
 
 pd = pytest.importorskip("pandas")
-from fa4.pipelines.sm90 import forward_rule  # noqa: E402
+from fa4.kernels.features import ForwardFeatures  # noqa: E402
+from fa4.pipelines.sm90 import ForwardSchedule, forward_rule  # noqa: E402
 from perf import roofline  # noqa: E402  needs pandas
-from perf.roofline import features_for  # noqa: E402
+from perf.cases import dense  # noqa: E402
+
+PEAK_1755 = 132 * 4096 * 1.755e9 / 1e12  # of the tensor cores
+
+
+def rule(head_dim: int, head_dim_v: int) -> ForwardSchedule:
+    return forward_rule(ForwardFeatures("bf16", head_dim, head_dim_v, has_right_bound=True))
+
 
 # head_dim, head_dim_v, tile_m, tile_n -> tensor, exp, shared: clocks of one key block, worked out
 # by hand from the units' rates.
-BLOCKS = [
+FORWARD = [
     ((64, 64, 192, 128), (1536, 1536, 1216)),
     ((96, 96, 128, 160), (1920, 1280, 1632)),
     ((128, 128, 128, 128), (2048, 1024, 1792)),
@@ -24,49 +33,89 @@ BLOCKS = [
 ]
 
 
-@pytest.mark.parametrize(("tile", "clocks"), BLOCKS, ids=str)
-def test_clocks_of_a_block(tile: tuple[int, ...], clocks: tuple[int, ...]) -> None:
+@pytest.mark.parametrize(("tile", "clocks"), FORWARD, ids=str)
+def test_clocks_of_a_forward_block(tile: tuple[int, ...], clocks: tuple[int, ...]) -> None:
     head_dim, head_dim_v, tile_m, tile_n = tile
-    rule = forward_rule(features_for(head_dim, head_dim_v, causal=True))
-    schedule = dataclasses.replace(rule, tile_m=tile_m, tile_n=tile_n, stages=2, o_shares_q=True)
-    cost = roofline.block_cost(schedule)
+    schedule = dataclasses.replace(
+        rule(head_dim, head_dim_v), tile_m=tile_m, tile_n=tile_n, stages=2, o_shares_q=True
+    )
+    cost = roofline.forward_cost(schedule)
     assert (cost.tensor, cost.exp, cost.shared) == clocks
     assert cost.issue is None
     assert cost.clocks == max(clocks)
 
 
+def tile(head_dim: int, tile_m: int, tile_n: int, **more: object) -> SimpleNamespace:
+    dims = {"head_dim": head_dim, "head_dim_v": head_dim}
+    return SimpleNamespace(**dims, tile_m=tile_m, tile_n=tile_n, **more)
+
+
+def test_clocks_of_the_backward_kernels_without_atomics() -> None:
+    dkv = roofline.dkv_cost(tile(256, tile_m=80, tile_n=64))
+    assert (dkv.tensor, dkv.exp, dkv.shared) == (2560, 320, 2592)
+    dq = roofline.dq_cost(tile(256, tile_m=128, tile_n=64))
+    assert (dq.tensor, dq.exp, dq.shared) == (3072, 512, 3072)
+    # Seven products are executed and five count: at most 5/7 of the peak.
+    bound = roofline.bound_tflops([dkv, dq], roofline.backward_flop(256, 256), 1755)
+    assert 0.98 * 5 / 7 < bound / PEAK_1755 < 5 / 7
+
+
+def test_clocks_of_the_backward_kernel_that_makes_all_gradients() -> None:
+    bulk = roofline.one_kernel_cost(tile(128, tile_m=64, tile_n=128, dq_path="bulk"))
+    assert (bulk.tensor, bulk.exp, bulk.shared) == (2560, 512, 2944)
+    direct = roofline.one_kernel_cost(tile(128, tile_m=64, tile_n=128, dq_path="red"))
+    assert direct.shared == 2944 - 512  # dQ does not pass through shared memory
+    wide = roofline.one_kernel_cost(tile(64, tile_m=128, tile_n=128, dq_path="bulk"))
+    assert (wide.tensor, wide.shared) == (2560, 2816)
+
+
 def test_the_limit_is_every_unit_that_is_busiest() -> None:
-    assert roofline.BlockCost(10, 10, 5).limit == "tensor = exp"
-    assert roofline.BlockCost(10, 9, 5, issue=11).limit == "issue"
-    schedule = forward_rule(features_for(128, 128, causal=True))
+    assert roofline.BlockCost(1, 10, 10, 5).limit == "tensor = exp"
+    assert roofline.BlockCost(1, 10, 9, 5, issue=11).limit == "issue"
     # 8 consumer warps, 4 instructions a clock.
-    assert roofline.block_cost(schedule, instructions=600).issue == 1200
+    assert roofline.forward_cost(rule(128, 128), instructions=600).issue == 1200
 
 
 def test_a_tensor_bound_kernel_has_the_tensor_cores_peak() -> None:
-    schedule = forward_rule(features_for(128, 128, causal=True))
-    peak = 132 * 4096 * 1.755e9 / 1e12
-    assert roofline.bound_tflops(schedule, roofline.block_cost(schedule), 1755) == pytest.approx(
-        peak
-    )
+    cost = roofline.forward_cost(rule(128, 128))
+    bound = roofline.bound_tflops([cost], roofline.forward_flop(128, 128), 1755)
+    assert bound == pytest.approx(PEAK_1755)
 
 
 def test_efficiency_counts_padding_and_the_diagonal() -> None:
-    schedule = forward_rule(features_for(128, 128, causal=True))
-    assert (schedule.tile_m, schedule.tile_n) == (128, 128)
+    schedule = dataclasses.replace(rule(128, 128), tile_m=128, tile_n=128)
     assert roofline.efficiency(1024, schedule, causal=False) == 1.0
     assert roofline.efficiency(1024, schedule, causal=True) == pytest.approx(32 / 36)
     assert roofline.efficiency(1025, schedule, causal=False) == pytest.approx(1025**2 / 1152**2)
 
 
+def test_every_kernel_of_dispatch_has_a_cost() -> None:
+    for head_dim in (64, 128, 256):
+        case = dense(1, 1024, 8, 8, head_dim)
+        assert [name for name, *_ in roofline.kernels_of("forward", case)] == ["forward"]
+        backward = roofline.kernels_of("backward", case)
+        assert backward
+        tensor = sum(cost.tensor / cost.pairs for *_, cost in backward)
+        assert tensor >= roofline.backward_flop(head_dim, head_dim) / 4096  # five or more products
+
+
 def test_reached_share_uses_the_clock_that_was_read() -> None:
-    row = {"case": "a", "contender": "fa4", "head_dim": 128, "head_dim_v": 128, "seqlen_k": 4096}
-    row |= {"causal": False, "tflops": 700.0, "sm_mhz": 1500.0}
+    row = dense(4, 4096, 16, 16, 128).row()
+    row |= {"operation": "forward", "contender": "fa4", "ms": 1.0, "tflops": 700.0}
     table = pd.DataFrame(
-        [row, row | {"sm_mhz": math.nan, "case": "b"}, row | {"contender": "other"}]
+        [
+            row | {"sm_mhz": 1500.0},
+            row | {"sm_mhz": math.nan, "case": "no clock"},
+            row | {"sm_mhz": 1500.0, "contender": "other"},
+            row | {"sm_mhz": 1500.0, "operation": "backward", "tflops": 400.0},
+            row | {"sm_mhz": 1500.0, "operation": "decode", "tbytes": 4.32},
+            row | {"ms": math.nan},
+        ]
     )
-    first, second = roofline.reached_rows(table)
+    first, second, backward, decode = roofline.reached_rows(table)
     assert first["share of bound"] == pytest.approx(700 / (132 * 4096 * 1.5e9 / 1e12))
     assert first["useful"] == 1.0
     assert second["share of bound"] < first["share of bound"]  # of the highest clock
     assert math.isnan(second["MHz"])
+    assert 0.4 < backward["share of bound"] < 1
+    assert decode["share of bound"] == pytest.approx(0.9)

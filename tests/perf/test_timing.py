@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
-import pytest
+from types import SimpleNamespace
 
+import pytest
+import torch
+
+from perf import timing
 from perf.timing import (
     CALLS_MAX,
     COPIES_MAX,
     Call,
+    DeviceTimer,
     Times,
     calls_of_batch,
     copies_needed,
+    host_time,
     interleave,
     ratio,
     rotated,
@@ -103,3 +109,79 @@ def test_rotation_makes_each_call_in_turn() -> None:
     assert made == [0, 1, 0, 1, 0]
     assert rotating([a]) is a
     assert rotated([], 3) == []
+
+
+# -- the device's timer, over a simulated device ---------------------------------------------------
+
+
+class SimulatedDevice:
+    """A queue in front of a device; times in milliseconds. Stands in for time and torch.cuda."""
+
+    def __init__(self) -> None:
+        self.host = 0.0  # the host's clock
+        self.free = 0.0  # when the device has done all that is queued
+        self.slept = 0.0
+
+    def call(self, host_ms: float, device_ms: float) -> Call:
+        def made() -> None:
+            self.host += host_ms
+            self.free = max(self.free, self.host) + device_ms
+
+        return made
+
+    def synchronize(self) -> None:
+        self.host = max(self.host, self.free)
+
+    def sleep(self, cycles: int) -> None:
+        self.free = max(self.free, self.host) + cycles / 2e6
+        self.slept += cycles / 2e6
+
+    def event(self, enable_timing: bool) -> SimpleNamespace:
+        event = SimpleNamespace(synchronize=self.synchronize)
+
+        def record() -> None:
+            event.at = max(self.free, self.host)
+
+        event.record = record
+        event.elapsed_time = lambda end: end.at - event.at
+        return event
+
+
+@pytest.fixture
+def device(monkeypatch: pytest.MonkeyPatch) -> SimulatedDevice:
+    simulated = SimulatedDevice()
+    monkeypatch.setattr(timing.time, "perf_counter", lambda: simulated.host / 1e3)
+    monkeypatch.setattr(torch.cuda, "synchronize", simulated.synchronize)
+    monkeypatch.setattr(torch.cuda, "Event", simulated.event)
+    monkeypatch.setattr(torch.cuda, "_sleep", simulated.sleep)
+    return simulated
+
+
+@pytest.mark.parametrize(
+    ("host_ms", "device_ms", "sleeps"),
+    [
+        (0.08, 1.0, False),  # the queue stays full by itself
+        (0.08, 0.1, True),
+        (0.08, 0.01, True),  # the host takes eight times as long as the device
+    ],
+)
+def test_the_hosts_time_is_in_no_figure(
+    device: SimulatedDevice, host_ms: float, device_ms: float, sleeps: bool
+) -> None:
+    timer = DeviceTimer()
+    call = device.call(host_ms, device_ms)
+    assert timer.estimate(call) == pytest.approx(device_ms)
+    device.slept = 0.0
+    for calls in (1, 7, 100):
+        assert timer.batch(call, calls) == pytest.approx(device_ms)
+    assert (device.slept > 0) == sleeps
+
+
+def test_contenders_of_equal_kernels_and_unequal_hosts_are_equal(device: SimulatedDevice) -> None:
+    calls = {"light": device.call(0.01, 0.2), "heavy": device.call(0.5, 0.2)}
+    times = interleave(calls, DeviceTimer(), rounds=3)
+    assert ratio(times["light"], times["heavy"]) == pytest.approx(1.0)
+
+
+def test_host_time_is_the_median_of_single_calls(device: SimulatedDevice) -> None:
+    assert host_time(device.call(0.02, 0.5), calls=50, drain_every=10) == pytest.approx(20.0)
