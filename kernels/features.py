@@ -154,6 +154,39 @@ class BackwardFeatures:
 
 
 @dataclass(frozen=True)
+class FinishFeatures:
+    """Compile-time features of the kernel that turns summed-up dQ into its dtype.
+
+    dtype       of dq
+    head_dim    of q, rounded up by `head_dim_class`
+    the others  as in `BackwardFeatures`
+    """
+
+    dtype: str
+    head_dim: int
+    has_right_bound: bool = False
+    packed_q: bool = False
+    packed_k: bool = False
+    has_seqused_q: bool = False
+    has_seqused_k: bool = False
+
+    @property
+    def name(self) -> str:
+        """Short identifier for profilers and cache listings, such as ``bf16_d128_right``."""
+        parts = [self.dtype, f"d{self.head_dim}"]
+        for part, is_there in (
+            ("right", self.has_right_bound),
+            ("packedq", self.packed_q),
+            ("packedk", self.packed_k),
+            ("sequsedq", self.has_seqused_q),
+            ("sequsedk", self.has_seqused_k),
+        ):
+            if is_there:
+                parts.append(part)
+        return "_".join(parts)
+
+
+@dataclass(frozen=True)
 class PrepareFeatures:
     """Compile-time features of the kernel in front of every backward pass.
 
@@ -187,3 +220,149 @@ class PrepareFeatures:
             if is_there:
                 parts.append(part)
         return "_".join(parts)
+
+
+# Where the rows of a sequence lie in a cache (slots, rows, heads, dim): in the slot of its own
+# index, in one that cache_batch_idx names, or in pages that a page table names.
+CACHE_ADDRESSING = ("own", "batch_idx", "page_table")
+
+
+@dataclass(frozen=True)
+class DecodeFeatures:
+    """Compile-time features of a kernel that attends to a key/value cache.
+
+    dtype to sink_dtype  as in `ForwardFeatures`
+    packed_q             q, the output and the LSE are packed with cu_seqlens_q
+    packed_new           lengths of the appended keys are in cu_seqlens_k_new
+    has_leftpad          positions in front of cache_leftpad are not in use
+    addressing           one of `CACHE_ADDRESSING`
+    """
+
+    dtype: str
+    head_dim: int
+    head_dim_v: int
+    has_left_bound: bool = False
+    has_right_bound: bool = False
+    score: str = "plain"
+    sink_dtype: str | None = None
+    packed_q: bool = False
+    packed_new: bool = False
+    has_leftpad: bool = False
+    addressing: str = "own"
+
+    def __post_init__(self) -> None:
+        for name, allowed in (
+            ("dtype", DTYPES),
+            ("head_dim", HEAD_DIM_CLASSES),
+            ("head_dim_v", HEAD_DIM_CLASSES),
+            ("score", SCORE_TRANSFORMS),
+            ("sink_dtype", SINK_DTYPES),
+            ("addressing", CACHE_ADDRESSING),
+        ):
+            if getattr(self, name) not in allowed:
+                raise ValueError(f"{name}={getattr(self, name)!r} is not one of {allowed}")
+
+    @property
+    def name(self) -> str:
+        """Short identifier for profilers and cache listings, such as ``bf16_d128_pages``."""
+        parts = [self.dtype, f"d{self.head_dim}"]
+        if self.head_dim_v != self.head_dim:
+            parts.append(f"dv{self.head_dim_v}")
+        parts += [
+            word
+            for present, word in (
+                (self.has_left_bound, "left"),
+                (self.has_right_bound, "right"),
+                (self.score != "plain", self.score),
+                (self.sink_dtype is not None, f"sink{self.sink_dtype}"),
+                (self.packed_q, "packedq"),
+                (self.packed_new, "packednew"),
+                (self.has_leftpad, "leftpad"),
+                (self.addressing == "batch_idx", "batchidx"),
+                (self.addressing == "page_table", "pages"),
+            )
+            if present
+        ]
+        return "_".join(parts)
+
+
+@dataclass(frozen=True)
+class AppendFeatures:
+    """Compile-time features of the kernel that appends to a cache and rotates.
+
+    dtype               of q, k, v and the caches
+    rotary              None, "interleaved" or "half" (see `fa4.reference_kvcache.rotate`)
+    rotary_dtype        of cos and sin, None without rotary
+    q_advances          query i is rotated to its own position; otherwise all to that of the first
+    packed_q            q is packed with cu_seqlens_q
+    packed_new          k and v are packed with cu_seqlens_k_new
+    addressing          one of `CACHE_ADDRESSING`
+    has_rotary_seqlens  positions are given apart from where keys are written
+    """
+
+    dtype: str
+    rotary: str | None = None
+    rotary_dtype: str | None = None
+    q_advances: bool = False
+    packed_q: bool = False
+    packed_new: bool = False
+    addressing: str = "own"
+    has_rotary_seqlens: bool = False
+
+    def __post_init__(self) -> None:
+        for name, allowed in (
+            ("dtype", DTYPES),
+            ("rotary", (None, "interleaved", "half")),
+            ("rotary_dtype", SINK_DTYPES if self.rotary else (None,)),
+            ("addressing", CACHE_ADDRESSING),
+        ):
+            if getattr(self, name) not in allowed:
+                raise ValueError(f"{name}={getattr(self, name)!r} is not one of {allowed}")
+
+    @property
+    def name(self) -> str:
+        """Short identifier, such as ``bf16_half_pages``."""
+        parts = [self.dtype]
+        if self.rotary is not None:
+            parts.append(f"{self.rotary}{self.rotary_dtype}")
+        parts += [
+            word
+            for present, word in (
+                (self.q_advances, "advances"),
+                (self.packed_q, "packedq"),
+                (self.packed_new, "packednew"),
+                (self.has_rotary_seqlens, "positions"),
+                (self.addressing == "batch_idx", "batchidx"),
+                (self.addressing == "page_table", "pages"),
+            )
+            if present
+        ]
+        return "_".join(parts)
+
+
+@dataclass(frozen=True)
+class CombineFeatures:
+    """Compile-time features of the kernel that combines partial results of whole tensors.
+
+    partial_dtype  of the partial outputs: "fp32", "bf16" or "fp16"
+    out_dtype      of the output, likewise
+    head_dim_v     rounded up by `head_dim_class`
+    """
+
+    partial_dtype: str
+    out_dtype: str
+    head_dim_v: int
+
+    def __post_init__(self) -> None:
+        for name, allowed in (
+            ("partial_dtype", ("fp32", *DTYPES)),
+            ("out_dtype", ("fp32", *DTYPES)),
+            ("head_dim_v", HEAD_DIM_CLASSES),
+        ):
+            if getattr(self, name) not in allowed:
+                raise ValueError(f"{name}={getattr(self, name)!r} is not one of {allowed}")
+
+    @property
+    def name(self) -> str:
+        """Short identifier, such as ``fp32_bf16_d128``."""
+        return f"{self.partial_dtype}_{self.out_dtype}_d{self.head_dim_v}"

@@ -20,6 +20,7 @@ from fa4.pipelines.sm90 import (
 
 STATISTIC_BYTES = 4  # fp32
 ROWS = 64  # M of a wgmma: keys or query rows of a consumer warpgroup
+DQ_PATHS = ("red", "bulk")  # see `OneKernelSchedule`
 
 
 @dataclass(frozen=True)
@@ -271,4 +272,177 @@ def _dq_schedule(features: BackwardFeatures, statistics_tile: int) -> DqSchedule
                 continue  # over a budget: try the next smaller one
     raise ValueError(
         f"no dQ schedule fits head_dim={features.head_dim}, head_dim_v={features.head_dim_v}"
+    )
+
+
+@dataclass(frozen=True)
+class OneKernelSchedule:
+    """How `kernels.sm90.backward` runs one tile of 128 keys.
+
+    head_dim, head_dim_v  padded head dims the buffers are made for
+    tile_m                query rows of a block: 64 or 128
+    stages                Q and dO buffers of each kind, with their rows' LSE and delta
+    dq_path               how a block's dQ is added to the workspace: "red" straight from
+                          registers, 16 bytes a thread, or "bulk" through shared memory
+    consumer_registers    per thread, after setmaxnreg
+    producer_registers    per thread, after setmaxnreg
+    """
+
+    head_dim: int
+    head_dim_v: int
+    tile_m: int
+    stages: int
+    dq_path: str
+    consumer_registers: int = 240
+    producer_registers: int = 24
+
+    @property
+    def tile_n(self) -> int:
+        """Keys of a CTA: 64 for each of two consumer warpgroups."""
+        return 2 * ROWS
+
+    @property
+    def threads(self) -> int:
+        """One producer and two consumer warpgroups."""
+        return 3 * WARPGROUP
+
+    @property
+    def dq_columns(self) -> int:
+        """Columns of dQ that a warpgroup works out.
+
+        With 128 rows in a block each takes 64 of them, whole. With 64 rows each takes half of the
+        columns, but at d96, where halves would not start on a swizzle's period, 64: the second
+        half then begins inside the first, and what both have is added once.
+        """
+        if self.tile_m == 2 * ROWS:
+            return self.head_dim
+        return max(self.head_dim // 2, 64) if self.head_dim != 64 else 32
+
+    @property
+    def dq_column_step(self) -> int:
+        """Columns of dQ between the first of warpgroup 0 and the first of warpgroup 1."""
+        return 0 if self.tile_m == 2 * ROWS else self.head_dim - self.dq_columns
+
+    @property
+    def dq_octet_step(self) -> int:
+        """The same in the dQ workspace, in units of 64 rows by 8 columns."""
+        return (self.head_dim if self.tile_m == 2 * ROWS else self.dq_column_step) // 8
+
+    @property
+    def dq_buffer(self) -> int:
+        """fp32 elements of shared memory through which dQ leaves."""
+        return 2 * ROWS * self.dq_columns if self.dq_path == "bulk" else 0
+
+    @property
+    def slab(self) -> int:
+        """Elements of shared memory for K, and later dK; as many for V and dV."""
+        return self.tile_n * max(self.head_dim, self.head_dim_v)
+
+    @property
+    def smem_bytes(self) -> int:
+        """Barriers, K and V, the Q and dO stages with their statistics, two stages of dS, dQ."""
+        stage_rows = self.stages * (self.head_dim + self.head_dim_v)
+        elements = 2 * self.slab + self.tile_m * stage_rows + 2 * self.tile_n * self.tile_m
+        fp32 = 2 * self.stages * self.tile_m + self.dq_buffer
+        return BARRIER_BYTES + ELEMENT_BYTES * elements + STATISTIC_BYTES * fp32
+
+    @property
+    def dq_shares_dp(self) -> bool:
+        """Whether dQ's accumulator lies over dP's, which it does only to save registers."""
+        return self._registers_without_dq + self.dq_columns // 2 > 212
+
+    @property
+    def _registers_without_dq(self) -> int:
+        return (self.head_dim + self.head_dim_v) // 2 + self.tile_m + self.tile_m // 4
+
+    @property
+    def accumulator_registers(self) -> int:
+        """Of a consumer thread: dK, dV, S (then P), dP, dQ in fp32, P (then dS) in 16 bits."""
+        return self._registers_without_dq + (0 if self.dq_shares_dp else self.dq_columns // 2)
+
+    @property
+    def name(self) -> str:
+        parts = [f"m{self.tile_m}n{self.tile_n}s{self.stages}", self.dq_path]
+        return "_".join(parts)
+
+    @property
+    def description(self) -> str:
+        """One line for people."""
+        return (
+            f"key tile {self.tile_n}, query block {self.tile_m}, {self.stages} Q and dO stages, "
+            f"dQ added {'in shared memory' if self.dq_path == 'bulk' else 'from registers'}, "
+            f"{self.smem_bytes // 1024} KiB shared memory"
+        )
+
+    def __post_init__(self) -> None:
+        problems = _role_problems(self.consumer_registers, self.producer_registers)
+        if self.tile_m not in (64, 128):
+            problems.append(f"tile_m={self.tile_m} is not 64 or 128")
+        if self.stages < 2:
+            # S of a block is computed while the Q of the block before is still in use.
+            problems.append(f"stages={self.stages} is below 2")
+        if self.dq_path not in DQ_PATHS:
+            problems.append(f"dq_path={self.dq_path!r} is not one of {DQ_PATHS}")
+        if self.accumulator_registers + 12 > self.consumer_registers:
+            problems.append(
+                f"gradients, scores and dS need {self.accumulator_registers} registers and a few "
+                f"more, of {self.consumer_registers}"
+            )
+        if self.smem_bytes > SMEM_BYTES:
+            problems.append(f"shared memory {self.smem_bytes} exceeds {SMEM_BYTES} bytes")
+        if problems:
+            raise ValueError(f"{self}: " + "; ".join(problems))
+
+
+@dataclass(frozen=True)
+class FinishSchedule:
+    """How `kernels.backward_finish` runs.
+
+    head_dim  padded head dim of the dQ workspace
+    tile_m    query rows of a CTA, and of a block of the workspace
+    threads   of a CTA
+    """
+
+    head_dim: int
+    tile_m: int
+    threads: int = 256
+
+    @property
+    def name(self) -> str:
+        return f"m{self.tile_m}"
+
+    def __post_init__(self) -> None:
+        if self.tile_m % 64 or self.tile_m < 64:
+            raise ValueError(f"{self}: tile_m={self.tile_m} is not a multiple of 64")
+        if self.threads % 32 or not 32 <= self.threads <= 1024:
+            raise ValueError(f"{self}: threads={self.threads} is not a multiple of 32 up to 1024")
+        if self.head_dim % 8 or not 8 <= self.head_dim <= 256:
+            raise ValueError(f"{self}: head_dim={self.head_dim} is not a multiple of 8 up to 256")
+
+
+@dataclass(frozen=True)
+class OneKernelSchedules:
+    """Schedules of the path that sums dQ up in memory: statistics, the gradients, then dQ."""
+
+    prepare: PrepareSchedule
+    gradients: OneKernelSchedule
+    finish: FinishSchedule
+
+
+ONE_KERNEL_HEAD_DIM_MAX = 128  # dK and dV of 64 keys fill a warpgroup's registers
+
+
+def one_kernel_schedules(features: BackwardFeatures) -> OneKernelSchedules:
+    """Three Q and dO stages where they fit. Raises ValueError for head dims above 128."""
+    head_dim, head_dim_v = features.head_dim, features.head_dim_v
+    if max(head_dim, head_dim_v) > ONE_KERNEL_HEAD_DIM_MAX:
+        raise ValueError(
+            f"no one-kernel schedule fits head_dim={head_dim}, head_dim_v={head_dim_v}: each must "
+            f"be at most {ONE_KERNEL_HEAD_DIM_MAX}"
+        )
+    gradients = OneKernelSchedule(head_dim, head_dim_v, tile_m=64, stages=3, dq_path="red")
+    return OneKernelSchedules(
+        PrepareSchedule(head_dim_v, gradients.tile_m),
+        gradients,
+        FinishSchedule(head_dim, gradients.tile_m),
     )

@@ -1,0 +1,1143 @@
+"""Hopper backward attention, all three gradients in one kernel: for head dims up to 128.
+
+    x = scale * q k^T,   p[i, j] = exp(x[i, j] - lse[i]),   dp = dO v^T
+    ds[i, j] = p[i, j] (dp[i, j] - delta[i])
+    dv = p^T dO          dk = scale * ds^T q          dq = scale * ds k
+
+with softcap, window and sink as `fa4.attention` defines them (a sink is in the LSE). Five matrix
+products a block: scores are worked out again from the LSE instead of being kept.
+Method: FA2 section 3.1.2 (keys own the CTA, dQ is summed up in memory), FA3 appendix B (roles).
+
+Products are transposed: S^T = K Q^T and dP^T = V dO^T give a warpgroup 64 keys by tile_m query
+rows, and leave P^T and dS^T where the register operands of dV += P^T dO and dK += dS^T Q want
+them. Only dS goes through shared memory, once, since dQ = dS K sums over the keys of both
+warpgroups.
+
+Roles (1 + 2 warpgroups)
+  warpgroup 0       load      warp 0 issues every TMA load; its three other warps only give up
+                              their registers
+  warpgroups 1, 2   attend    each owns 64 keys: dK and dV stay in its registers from the first
+                              row block of the first query head of its group to the last of the
+                              last. Of dQ of a block each makes one half
+
+Shared memory (sizes in elements of q's type; `OneKernelSchedule.smem_bytes`)
+  sK   (tile_n, head_dim)              later dK
+  sV   (tile_n, head_dim_v)            later dV
+  sQ   (tile_m, head_dim, stages)      and the LSE of those rows
+  sdO  (tile_m, head_dim_v, stages)    and their delta
+  sdS  (tile_n, tile_m, 2)             written by both warpgroups, read by both
+  sdQ  fp32, one slab a warpgroup      only where dQ is added by bulk copies
+
+Hand-offs
+  k,v    one `PipelineTmaAsync` stage each, filled once
+  q,dO   `PipelineTmaAsync`: Q with its LSE, dO with its delta; released by every warp once dK, and
+         dV, of the block are done
+  dS     the named barrier DS between the warpgroups, once a block. Two stages: that a warpgroup has
+         arrived for block j says that its dQ of block j - 1 is done, whose stage block j + 1 takes
+
+Order of a block j, with S(j) and dP(j) requested in the block before: P, dV(j), dS, then S(j + 1),
+so that the tensor cores have work while the warpgroups wait for each other's dS; dQ(j), dK(j); dQ
+leaves while dK runs; dP(j + 1).
+
+dQ is summed up in an fp32 workspace in the order of accumulator registers (`DqWorkspace`), which
+`kernels.backward_finish` undoes. The order of its sums differs from run to run.
+"""
+
+from enum import IntEnum
+from typing import NamedTuple, Optional
+
+import cuda.bindings.driver as cuda
+import cutlass
+import cutlass.cute as cute
+import cutlass.pipeline as pipeline
+import cutlass.tensor_utils as tensor_utils
+import cutlass.utils.hopper_helpers as sm90
+from cutlass import BFloat16, Float16, Float32, Int32, Int64, Uint32, const_expr
+from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warp, warpgroup
+from cutlass.memory import SmemAllocator
+
+from fa4.kernels.blocks import accumulator, global_view, row_statistics
+from fa4.kernels.blocks.online_softmax import LOG2_E, soft_cap
+from fa4.kernels.blocks.row_range import RowRange, row_range
+from fa4.kernels.blocks.sequence_bounds import SequenceBounds, sequence_bounds
+from fa4.kernels.blocks.tile_order import Tile, locate_tile, num_slots
+from fa4.kernels.features import BackwardFeatures
+from fa4.pipelines.sm90 import WARPGROUP
+from fa4.pipelines.sm90_backward import OneKernelSchedule
+
+KEYS = 64  # keys of a warpgroup: M of one wgmma
+CONSUMERS = 2  # warpgroups
+DS_STAGES = 2
+DTYPES = {"bf16": BFloat16, "fp16": Float16}
+
+
+class Barrier(IntEnum):
+    """Named barriers; 0 is the CTA's own. DQ and EPILOGUE take one id a warpgroup from here."""
+
+    DS = 1
+    DQ = 2
+    EPILOGUE = 4
+
+
+class Tma(NamedTuple):
+    """A TMA copy, the tensor of coordinates that it takes, and `global_view.ragged`'s units."""
+
+    atom: cute.CopyAtom
+    tensor: cute.Tensor
+    units: Optional[tuple[Int32, Int32]]
+
+
+class Call(NamedTuple):
+    """Run-time arguments of a launch.
+
+    rows_q, rows_k  extent of the row mode of q, and of k and v
+    num_n_blocks, num_batches, heads_in_group
+                    as `tile_order.locate_tile` wants them, for key tiles
+    """
+
+    cu_seqlens_q: Optional[cute.Tensor]
+    cu_seqlens_k: Optional[cute.Tensor]
+    seqused_q: Optional[cute.Tensor]
+    seqused_k: Optional[cute.Tensor]
+    rows_q: Int32
+    rows_k: Int32
+    heads_q: Int32
+    heads_kv: Int32
+    num_n_blocks: Int32
+    num_batches: Int32
+    heads_in_group: Int32
+    softmax_scale: Float32
+    softcap: Float32
+    left: Int32
+    right: Int32
+
+
+class Work(NamedTuple):
+    """One key tile: which it is (m_block counts key tiles), its sequence, the rows that see it.
+
+    hidden_keys  keys of the sequence in front of the first that a row sees; never loaded
+    k            the keys behind them, which tiles are counted from
+    num_blocks   row blocks of one query head; every head of the group has as many
+    """
+
+    tile: Tile
+    q: SequenceBounds
+    hidden_keys: Int32
+    k: SequenceBounds
+    rows: RowRange
+    num_blocks: Int32
+
+
+class Shared(NamedTuple):
+    """Shared memory as the roles see it; `t` is the same bytes with the modes exchanged."""
+
+    k: cute.Tensor
+    kt: cute.Tensor
+    v: cute.Tensor
+    q: cute.Tensor
+    qt: cute.Tensor
+    do: cute.Tensor
+    dot: cute.Tensor
+    ds: cute.Tensor
+    dst: cute.Tensor
+    dq: cute.Pointer
+    lse: cute.Tensor
+    delta: cute.Tensor
+    dk: cute.Tensor
+    dv: cute.Tensor
+
+
+class Rings(NamedTuple):
+    """The buffers that load fills and attend drains."""
+
+    k: pipeline.PipelineTmaAsync
+    v: pipeline.PipelineTmaAsync
+    q: pipeline.PipelineTmaAsync
+    do: pipeline.PipelineTmaAsync
+
+
+class Products(NamedTuple):
+    """The tiled MMAs: scores and dP, dV, dK, dQ."""
+
+    scores: cute.TiledMma
+    dv: cute.TiledMma
+    dk: cute.TiledMma
+    dq: cute.TiledMma
+
+
+class Fragments(NamedTuple):
+    """What a consumer warpgroup multiplies and keeps in registers.
+
+    k, v                     shared-memory A operands: (MMA, 1, K)
+    q, do                    B operands of scores and dP: (MMA, 1, K, stages)
+    qt, dot                  B operands of dK and dV: (MMA, 1, K, stages)
+    ds, kt                   A and B operands of dQ: (MMA, 1, K, stages), (MMA, 1, K)
+    scores, dp               fp32 accumulators; scores become P
+    dq                       fp32 accumulator, in dp's registers if `dq_shares_dp`
+    rounded                  P, then dS in 16 bits: the A operands of dV and dK
+    dk, dv                   fp32 accumulators
+    """
+
+    k: cute.Tensor
+    v: cute.Tensor
+    q: cute.Tensor
+    do: cute.Tensor
+    qt: cute.Tensor
+    dot: cute.Tensor
+    ds: cute.Tensor
+    kt: cute.Tensor
+    scores: cute.Tensor
+    dp: cute.Tensor
+    dq: cute.Tensor
+    rounded: cute.Tensor
+    dk: cute.Tensor
+    dv: cute.Tensor
+
+
+class Place(NamedTuple):
+    """Where a consumer thread is: warpgroup, thread in it, and its first accumulator element."""
+
+    warpgroup: Int32
+    thread: Int32
+    key: Int32  # in the sequence; the thread's other key is 8 further
+    column: Int32  # query row in the block
+
+
+class HopperBackward:
+    """One compiled backward kernel: what it can do (features), how it does it (schedule)."""
+
+    def __init__(self, features: BackwardFeatures, schedule: OneKernelSchedule):
+        self.features = features
+        self.schedule = schedule
+        self.dtype = DTYPES[features.dtype]
+        # Rows in front of the first one that sees a key are skipped by moving the origin, which
+        # the views of a dense tensor can follow too.
+        self.q_is_ragged = features.packed_q or features.has_seqused_q
+        self.k_is_ragged = features.packed_k or features.has_seqused_k
+
+    # ---------------------------------------------------------------- host side
+    @cute.jit
+    def __call__(
+        self,
+        mQ: cute.Tensor,
+        mK: cute.Tensor,
+        mV: cute.Tensor,
+        mdO: cute.Tensor,
+        mStatistics: cute.Tensor,
+        mdQ: cute.Tensor,
+        mdK: cute.Tensor,
+        mdV: cute.Tensor,
+        mCuQ: Optional[cute.Tensor],
+        mCuK: Optional[cute.Tensor],
+        mUsedQ: Optional[cute.Tensor],
+        mUsedK: Optional[cute.Tensor],
+        softmax_scale: Float32,
+        softcap: Float32,
+        left: Int32,
+        right: Int32,
+        heads_in_group: Int32,
+        stream: cuda.CUstream,
+    ):
+        """Launch the kernel.
+
+        mQ, mK, mV, mdO  (batch, rows, heads, dim) or packed (total, heads, dim), unit last
+                         stride, 16-byte aligned
+        mStatistics      (2, batch or 1, heads_q, blocks * tile_m) fp32, contiguous, as
+                         `kernels.backward_prepare` leaves it
+        mdQ              (batch or 1, heads_q, blocks, tile_m * head_dim) fp32, contiguous, zeros:
+                         sums of ds k, in the order that `kernels.backward_finish` reads;
+                         head_dim is the schedule's
+        mdK, mdV         like mK and mV; written whole, rows of padding with 0
+        mCuQ, mCuK       (batch + 1,) int32 where that side is packed
+        mUsedQ, mUsedK   (batch,) int32 where lengths in use are given
+        left, right      window bounds, read only by kernels that have them
+        heads_in_group   (key head, batch entry) pairs that go through their key tiles together,
+                         see `tile_order.locate_tile`
+        """
+        schedule = self.schedule
+        tile_m, tile_n, stages = schedule.tile_m, schedule.tile_n, schedule.stages
+        head_dim, head_dim_v = schedule.head_dim, schedule.head_dim_v
+        q, k, v, do, dk, dv = [global_view.rows_first(t) for t in (mQ, mK, mV, mdO, mdK, mdV)]
+
+        row_major = tensor_utils.LayoutEnum.ROW_MAJOR
+        # A 64-column dQ is cut into halves of 32: K's swizzle must not reach further.
+        k_period = 32 if schedule.dq_columns == 32 else head_dim
+        sK_layout, sKt_layout = self.both_ways(tile_n, head_dim, 1, k_period)
+        sV_layout, _ = self.both_ways(tile_n, head_dim_v, 1, head_dim_v)
+        sQ_layout, sQt_layout = self.both_ways(tile_m, head_dim, stages, head_dim)
+        sdO_layout, sdOt_layout = self.both_ways(tile_m, head_dim_v, stages, head_dim_v)
+        sdSt_layout, sdS_layout = self.both_ways(tile_n, tile_m, DS_STAGES, tile_m)
+        sdK_layout = sm90.make_smem_layout_epi(self.dtype, row_major, (KEYS, head_dim), CONSUMERS)
+        sdV_layout = sm90.make_smem_layout_epi(self.dtype, row_major, (KEYS, head_dim_v), CONSUMERS)
+
+        load = cpasync.CopyBulkTensorTileG2SOp()
+        store = cpasync.CopyBulkTensorTileS2GOp()
+        q_tma = self.tma(load, q, self.q_is_ragged, sQ_layout, (tile_m, head_dim))
+        do_tma = self.tma(load, do, self.q_is_ragged, sdO_layout, (tile_m, head_dim_v))
+        k_tma = self.tma(load, k, self.k_is_ragged, sK_layout, (tile_n, head_dim))
+        v_tma = self.tma(load, v, self.k_is_ragged, sV_layout, (tile_n, head_dim_v))
+        dk_tma = self.tma(store, dk, self.k_is_ragged, sdK_layout, (KEYS, head_dim))
+        dv_tma = self.tma(store, dv, self.k_is_ragged, sdV_layout, (KEYS, head_dim_v))
+
+        # One warpgroup's share each: 64 keys, or its part of dQ.
+        products = Products(
+            self.mma(OperandMajorMode.K, OperandMajorMode.K, tile_m),
+            self.mma(OperandMajorMode.K, OperandMajorMode.MN, head_dim_v, from_registers=True),
+            self.mma(OperandMajorMode.K, OperandMajorMode.MN, head_dim, from_registers=True),
+            self.mma(OperandMajorMode.MN, OperandMajorMode.MN, schedule.dq_columns),
+        )
+
+        @cute.struct
+        class SharedStorage:
+            k_barriers: cute.struct.MemRange[cutlass.Int64, 2]
+            v_barriers: cute.struct.MemRange[cutlass.Int64, 2]
+            q_barriers: cute.struct.MemRange[cutlass.Int64, 2 * stages]
+            do_barriers: cute.struct.MemRange[cutlass.Int64, 2 * stages]
+            lse: cute.struct.Align[cute.struct.MemRange[Float32, stages * tile_m], 128]
+            delta: cute.struct.Align[cute.struct.MemRange[Float32, stages * tile_m], 128]
+            sK: cute.struct.Align[cute.struct.MemRange[self.dtype, schedule.slab], 1024]
+            sV: cute.struct.Align[cute.struct.MemRange[self.dtype, schedule.slab], 1024]
+            sQ: cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(sQ_layout)], 1024]
+            sdO: cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(sdO_layout)], 1024]
+            sdS: cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(sdS_layout)], 1024]
+            sdQ: cute.struct.Align[cute.struct.MemRange[Float32, schedule.dq_buffer], 1024]
+
+        self.shared_storage = SharedStorage
+
+        if const_expr(self.features.packed_k):
+            num_batches = Int32(1)
+            num_n_blocks = num_slots(k.shape[0], mCuK.shape[0] - 1, tile_n)
+        else:
+            num_batches = k.shape[3]
+            num_n_blocks = cute.ceil_div(k.shape[0], tile_n)
+        call = Call(
+            mCuQ,
+            mCuK,
+            mUsedQ,
+            mUsedK,
+            q.shape[0],
+            k.shape[0],
+            q.shape[2],
+            k.shape[2],
+            num_n_blocks,
+            num_batches,
+            heads_in_group,
+            softmax_scale,
+            softcap,
+            left,
+            right,
+        )
+        self.kernel.set_name_prefix(
+            f"fa4_sm90_backward_{self.features.name}_{schedule.name}", keep_mangled_name=False
+        )
+        self.kernel(
+            (q_tma, k_tma, v_tma, do_tma),
+            (dk_tma, dv_tma),
+            (dk, dv),
+            mStatistics,
+            mdQ,
+            products,
+            (sK_layout, sKt_layout, sV_layout, sQ_layout, sQt_layout, sdO_layout, sdOt_layout),
+            (sdS_layout, sdSt_layout, sdK_layout, sdV_layout),
+            call,
+        ).launch(
+            grid=(num_n_blocks * k.shape[2] * num_batches, 1, 1),
+            block=(schedule.threads, 1, 1),
+            # Said to the assembler, which else may take setmaxnreg for impossible and ignore it.
+            min_blocks_per_mp=1,
+            stream=stream,
+        )
+
+    def both_ways(self, rows: int, columns: int, stages: int, period: int):
+        """Layouts (rows, columns, stages) and (columns, rows, stages) of the same bytes.
+
+        Columns are contiguous; period: elements that swizzled rows may be as long as.
+        """
+        layouts = []
+        for layout, shape, order in (
+            (tensor_utils.LayoutEnum.ROW_MAJOR, (rows, columns, stages), (0, 1, 2)),
+            (tensor_utils.LayoutEnum.COL_MAJOR, (columns, rows, stages), (1, 0, 2)),
+        ):
+            kind = sm90.get_smem_layout_atom(layout, self.dtype, period)
+            atom = warpgroup.make_smem_layout_atom(kind, self.dtype)
+            layouts.append(cute.tile_to_shape(atom, shape, order=order))
+        return layouts
+
+    def mma(self, a_major, b_major, columns: int, from_registers: bool = False):
+        """64 rows by ``columns`` of one warpgroup."""
+        source = warpgroup.OperandSource
+        return sm90.make_trivial_tiled_mma(
+            self.dtype,
+            self.dtype,
+            a_major,
+            b_major,
+            Float32,
+            atom_layout_mnk=(1, 1, 1),
+            tiler_mn=(KEYS, columns),
+            a_source=source.RMEM if from_registers else source.SMEM,
+        )
+
+    def tma(self, op, tensor: cute.Tensor, is_ragged: bool, staged_layout, tile):
+        """A TMA copy of ``tile`` rows by dims of ``tensor`` to or from one stage of a layout."""
+        units = None
+        if is_ragged:
+            tensor, *units = global_view.ragged(tensor)
+        one_stage = cute.slice_(staged_layout, (None, None, 0))
+        atom, coordinates = cpasync.make_tiled_tma_atom(op, tensor, one_stage, tile)
+        return Tma(atom, coordinates, units and tuple(units))
+
+    # -------------------------------------------------------------- device side
+    @cute.kernel
+    def kernel(
+        self,
+        loads: tuple[Tma, Tma, Tma, Tma],
+        stores: tuple[Tma, Tma],
+        gradients: tuple[cute.Tensor, cute.Tensor],
+        mStatistics: cute.Tensor,
+        mdQ: cute.Tensor,
+        products: Products,
+        load_layouts,
+        other_layouts,
+        call: Call,
+    ):
+        """A CTA: one tile of keys of one key head of one sequence."""
+        schedule = self.schedule
+        sK_layout, sKt_layout, sV_layout, sQ_layout, sQt_layout, sdO_layout, sdOt_layout = (
+            load_layouts
+        )
+        sdS_layout, sdSt_layout, sdK_layout, sdV_layout = other_layouts
+        warp_idx = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        if warp_idx == 0:
+            for tma in (*loads, *stores):
+                cpasync.prefetch_descriptor(tma.atom)
+
+        storage = SmemAllocator().allocate(self.shared_storage)
+
+        def view(field, layout):
+            return field.get_tensor(layout.outer, swizzle=layout.inner)
+
+        rows = cute.make_layout((schedule.tile_m, schedule.stages))
+        shared = Shared(
+            view(storage.sK, sK_layout),
+            view(storage.sK, sKt_layout),
+            view(storage.sV, sV_layout),
+            view(storage.sQ, sQ_layout),
+            view(storage.sQ, sQt_layout),
+            view(storage.sdO, sdO_layout),
+            view(storage.sdO, sdOt_layout),
+            view(storage.sdS, sdS_layout),
+            view(storage.sdS, sdSt_layout),
+            storage.sdQ.data_ptr(),
+            storage.lse.get_tensor(rows),
+            storage.delta.get_tensor(rows),
+            view(storage.sK, sdK_layout),
+            view(storage.sV, sdV_layout),
+        )
+        rings = Rings(
+            self.ring(storage.k_barriers, shared.k, None),
+            self.ring(storage.v_barriers, shared.v, None),
+            self.ring(storage.q_barriers, shared.q, shared.lse),
+            self.ring(storage.do_barriers, shared.do, shared.delta),
+        )
+        pipeline.pipeline_init_arrive(is_relaxed=True)
+        pipeline.pipeline_init_wait()
+
+        if warp_idx < 4:
+            cute.arch.setmaxregister_decrease(schedule.producer_registers)
+            if warp_idx == 0:
+                self.load(loads, mStatistics, shared, rings, call)
+        else:
+            cute.arch.setmaxregister_increase(schedule.consumer_registers)
+            self.attend(products, stores, gradients, mdQ, shared, rings, call)
+
+    def ring(self, barriers, buffer: cute.Tensor, statistics: Optional[cute.Tensor]):
+        """A TMA-to-threads pipeline; a stage holds a tile, and statistics of its rows."""
+        tx_count = cute.size_in_bytes(buffer.element_type, buffer[None, None, 0].layout)
+        if statistics is not None:
+            tx_count += cute.size_in_bytes(Float32, statistics[None, 0].layout)
+        return pipeline.PipelineTmaAsync.create(
+            num_stages=cute.size(buffer, mode=[2]),
+            producer_group=pipeline.CooperativeGroup(pipeline.Agent.Thread),
+            consumer_group=pipeline.CooperativeGroup(pipeline.Agent.Thread, 4 * CONSUMERS),
+            tx_count=tx_count,
+            barrier_storage=barriers.data_ptr(),
+            cta_layout_vmnk=cute.make_layout((1, 1, 1, 1)),
+            defer_sync=True,
+        )
+
+    @cute.jit
+    def stage_at(self, count: Int32, is_producer: cutlass.Constexpr[bool]):
+        """Pipeline state of the ``count``-th use of the Q or dO buffers.
+
+        The producer's phase is the opposite one, because an empty barrier starts free.
+        """
+        stages = self.schedule.stages
+        # Unsigned, because rounding a signed quotient down takes five instructions more.
+        turns = Int32(Uint32(count) // stages)
+        phase = turns & 1
+        if const_expr(is_producer):
+            phase = phase ^ 1
+        return pipeline.PipelineState(stages, count, count - turns * stages, phase)
+
+    @cute.jit
+    def locate(self, call: Call):
+        """This CTA's work; a slot of no tile has m_block past its rows."""
+        schedule, features = self.schedule, self.features
+        tile = locate_tile(
+            cute.arch.block_idx()[0],
+            call.num_n_blocks,
+            call.heads_kv,
+            call.num_batches,
+            call.heads_in_group,
+            call.rows_k,
+            call.cu_seqlens_k,
+            schedule.tile_n,
+            # With a right bound the first key tiles are the longest ones.
+            False,
+        )
+        q = sequence_bounds(tile.batch_idx, call.rows_q, call.cu_seqlens_q, call.seqused_q)
+        k = sequence_bounds(tile.batch_idx, call.rows_k, call.cu_seqlens_k, call.seqused_k)
+        hidden = Int32(0)
+        if const_expr(features.has_left_bound):
+            hidden = cutlass.min(cutlass.max(k.length - q.length - call.left, 0), k.length)
+            k = SequenceBounds(k.start + hidden, k.length - hidden, k.rows - hidden)
+        rows = self.rows_of(tile.m_block, q.length, k.length, schedule.tile_n, call)
+        return Work(tile, q, hidden, k, rows, rows.end - rows.first)
+
+    def rows_of(self, n_block: Int32, seqlen_q: Int32, seqlen_k: Int32, keys: int, call: Call):
+        """Row range of the ``n_block``-th tile of ``keys`` keys."""
+        return row_range(
+            n_block,
+            seqlen_q,
+            seqlen_k,
+            call.left,
+            call.right,
+            self.features.has_left_bound,
+            self.features.has_right_bound,
+            self.schedule.tile_m,
+            keys,
+        )
+
+    @cute.jit
+    def workspace_entry(self, work: Work):
+        """(batch entry, first block) of a sequence in the workspaces of query rows."""
+        entry = work.tile.batch_idx
+        if const_expr(self.features.packed_q):
+            entry = Int32(0)
+        first = row_statistics.first_block(
+            work.q.start, work.tile.batch_idx, self.schedule.tile_m, self.features.packed_q
+        )
+        return entry, first
+
+    @cute.jit
+    def load(
+        self,
+        loads: tuple[Tma, Tma, Tma, Tma],
+        mStatistics: cute.Tensor,
+        shared: Shared,
+        rings: Rings,
+        call: Call,
+    ):
+        """Warp 0: request K and V, and Q and dO block by block, as far ahead as buffers are free.
+
+        Waits for free stages of q and do; the copies signal their full barriers.
+        """
+        schedule, features = self.schedule, self.features
+        q_tma, k_tma, v_tma, do_tma = loads
+        work = self.locate(call)
+        tile, rows = work.tile, work.rows
+        entry, first_block = self.workspace_entry(work)
+        once = pipeline.PipelineState(1, Int32(0), Int32(0), Int32(1))
+        group = call.heads_q // call.heads_kv
+        # Packed sequences are told apart by their rows, not by a batch mode.
+        batch_k = Int32(0) if const_expr(features.packed_k) else tile.batch_idx
+        keys = (tile.head_idx, batch_k, work.k.start, work.k.length)
+        if work.num_blocks > 0:
+            gK = self.tiles(k_tma, keys, (schedule.tile_n, schedule.head_dim))
+            gV = self.tiles(v_tma, keys, (schedule.tile_n, schedule.head_dim_v))
+            self.load_tile(k_tma, gK, tile.m_block, shared.k, rings.k, once)
+            self.load_tile(v_tma, gV, tile.m_block, shared.v, rings.v, once)
+        count = Int32(0)
+        for g in cutlass.range(group, unroll=1):
+            head_idx = tile.head_idx * group + g
+            queries = (head_idx, entry, work.q.start + rows.origin, rows.length)
+            gQ = self.tiles(q_tma, queries, (schedule.tile_m, schedule.head_dim))
+            gdO = self.tiles(do_tma, queries, (schedule.tile_m, schedule.head_dim_v))
+            lse, delta = [mStatistics[kind, entry, head_idx, None] for kind in range(2)]
+            for m_block in cutlass.range(rows.first, rows.end, unroll=1):
+                state = self.stage_at(count, True)
+                place = (first_block + m_block) * schedule.tile_m
+                self.load_tile(q_tma, gQ, m_block, shared.q, rings.q, state)
+                self.load_statistics(lse, place, shared.lse, rings.q, state)
+                self.load_tile(do_tma, gdO, m_block, shared.do, rings.do, state)
+                self.load_statistics(delta, place, shared.delta, rings.do, state)
+                count = count + 1
+        # No tail: barriers are this CTA's own, and its shared memory lives until its last warp.
+
+    def tiles(self, tma: Tma, sequence: tuple[Int32, Int32, Int32, Int32], tile):
+        """Rows of a (head, batch entry, first row, number of rows), cut into (*tile, blocks)."""
+        head_idx, batch_idx, start, length = sequence
+        rows = global_view.one_sequence(tma.tensor, tma.units, start, length, head_idx, batch_idx)
+        return cute.local_tile(rows, tile, (None, 0))
+
+    @cute.jit
+    def load_tile(
+        self,
+        tma: Tma,
+        gX: cute.Tensor,
+        block_idx: Int32,
+        sX: cute.Tensor,
+        ring: pipeline.PipelineAsync,
+        state: pipeline.PipelineState,
+    ):
+        """Copy one block of gX (rows, dim, blocks) to the stage of sX, once that is free."""
+        tXsX, tXgX = cpasync.tma_partition(
+            tma.atom,
+            0,
+            cute.make_layout(1),
+            cute.group_modes(sX, 0, 2),
+            cute.group_modes(gX, 0, 2),
+        )
+        ring.producer_acquire(state)
+        full = ring.producer_get_barrier(state)
+        cute.copy(tma.atom, tXgX[None, block_idx], tXsX[None, state.index], tma_bar_ptr=full)
+
+    @cute.jit
+    def load_statistics(
+        self,
+        values: cute.Tensor,
+        place: Int32,
+        sX: cute.Tensor,
+        ring: pipeline.PipelineAsync,
+        state: pipeline.PipelineState,
+    ):
+        """Copy the LSE or delta of one row block into the stage that its tile is loaded to."""
+        first = (values.iterator + place).align(16)
+        source = cute.make_tensor(first, cute.make_layout(self.schedule.tile_m))
+        atom = cute.make_copy_atom(cpasync.CopyBulkG2SOp(), Float32)
+        with cute.arch.elect_one():
+            cute.copy(
+                atom, source, sX[None, state.index], mbar_ptr=ring.producer_get_barrier(state)
+            )
+
+    @cute.jit
+    def attend(
+        self,
+        products: Products,
+        stores: tuple[Tma, Tma],
+        gradients: tuple[cute.Tensor, cute.Tensor],
+        mdQ: cute.Tensor,
+        shared: Shared,
+        rings: Rings,
+        call: Call,
+    ):
+        """Consumer warpgroups: everything about 64 keys, and half of each block's dQ.
+
+        Waits for K, V and full stages of q and do, and gives the latter back.
+        """
+        schedule = self.schedule
+        work = self.locate(call)
+        tidx = cute.arch.thread_idx()[0] - WARPGROUP
+        wg = cute.arch.make_warp_uniform(tidx // WARPGROUP)
+        thread = tidx % WARPGROUP
+        key = work.tile.m_block * schedule.tile_n + wg * KEYS
+        if const_expr(self.features.has_left_bound):
+            self.clear_hidden_keys(gradients, work, tidx)
+        if work.tile.m_block * schedule.tile_n < work.k.rows:
+            place = Place(wg, thread, key + thread // 32 * 16 + thread % 32 // 4, thread % 4 * 2)
+            regs = self.fragments(products, shared, wg)
+            if work.num_blocks > 0:
+                self.attend_blocks(products, mdQ, shared, rings, regs, place, work, call)
+            else:
+                regs.dk.fill(0.0)
+                regs.dv.fill(0.0)
+            # Of each warpgroup's keys the other one has read some bytes for dQ, and its gradients
+            # will take the place of both's.
+            self.barrier(Barrier.DS, CONSUMERS).arrive_and_wait()
+            dk_tma, dv_tma = stores
+            one = Float32(1.0)
+            self.store_gradient(products.dv, dv_tma, regs.dv, shared.dv, one, place, work)
+            scale = call.softmax_scale
+            self.store_gradient(products.dk, dk_tma, regs.dk, shared.dk, scale, place, work)
+            # Shared memory has to outlive the copies that read it.
+            cute.arch.cp_async_bulk_wait_group(0, read=True)
+
+    @cute.jit
+    def clear_hidden_keys(
+        self, gradients: tuple[cute.Tensor, cute.Tensor], work: Work, tidx: Int32
+    ):
+        """dK, dV := 0 for those of the first keys of the sequence, a tile for each CTA."""
+        tile, tile_n = work.tile, self.schedule.tile_n
+        first = tile.m_block * tile_n
+        if first < work.hidden_keys:
+            zeros = cute.make_rmem_tensor(8, self.dtype)
+            zeros.fill(0.0)
+            for gradient in gradients:
+                if const_expr(self.features.packed_k):
+                    rows = gradient[None, None, tile.head_idx]
+                else:
+                    rows = gradient[None, None, tile.head_idx, tile.batch_idx]
+                end = cutlass.min(first + tile_n, work.hidden_keys)
+                octets = gradient.shape[1] // 8
+                for i in cutlass.range(tidx, (end - first) * octets, CONSUMERS * WARPGROUP):
+                    row = work.k.start - work.hidden_keys + first + i // octets
+                    target = cute.local_tile(rows[row, None], (8,), (i % octets,))
+                    cute.autovec_copy(zeros, target)
+
+    def barrier(self, barrier_id: int, warpgroups: int):
+        return pipeline.NamedBarrier(barrier_id=barrier_id, num_threads=warpgroups * WARPGROUP)
+
+    def fragments(self, products: Products, shared: Shared, wg: Int32):
+        """Operands and accumulators of warpgroup ``wg``."""
+        schedule = self.schedule
+        # Descriptors are a warpgroup's, not a thread's.
+        scores, dv, dk, dq = [mma.get_slice(0) for mma in products]
+
+        def fp32(mma, columns):
+            return cute.make_rmem_tensor(mma.partition_shape_C((KEYS, columns)), Float32)
+
+        def of_keys(tensor, columns):
+            mine = cute.local_tile(tensor[None, None, 0], (KEYS, columns), (wg, 0))
+            return products.scores.make_fragment_A(scores.partition_A(mine))
+
+        acc_scores, acc_dp = [fp32(products.scores, schedule.tile_m) for _ in range(2)]
+        acc_dq = fp32(products.dq, schedule.dq_columns)
+        if const_expr(schedule.dq_shares_dp):
+            acc_dq = cute.make_tensor(acc_dp.iterator, acc_dq.layout)
+        # With 64 rows in a block both warpgroups work on all of them, else on one half each.
+        half = 0 if schedule.tile_m == KEYS else wg
+        ds = cute.local_tile(shared.ds, (KEYS, schedule.tile_n, DS_STAGES), (half, 0, 0))
+        return Fragments(
+            of_keys(shared.k, schedule.head_dim),
+            of_keys(shared.v, schedule.head_dim_v),
+            products.scores.make_fragment_B(scores.partition_B(shared.q)),
+            products.scores.make_fragment_B(scores.partition_B(shared.do)),
+            products.dk.make_fragment_B(dk.partition_B(shared.qt)),
+            products.dv.make_fragment_B(dv.partition_B(shared.dot)),
+            products.dq.make_fragment_A(dq.partition_A(ds)),
+            products.dq.make_fragment_B(dq.partition_B(self.dq_window(shared.kt, wg))),
+            acc_scores,
+            acc_dp,
+            acc_dq,
+            cute.make_rmem_tensor_like(acc_scores, self.dtype),
+            fp32(products.dk, schedule.head_dim),
+            fp32(products.dv, schedule.head_dim_v),
+        )
+
+    def dq_window(self, kt: cute.Tensor, wg: Int32):
+        """The columns of K, as (columns, keys), that warpgroup ``wg`` multiplies dS with."""
+        schedule = self.schedule
+        kt = kt[None, None, 0]
+        columns = schedule.dq_columns
+        if schedule.tile_m != KEYS:
+            return kt
+        if schedule.dq_column_step == columns:
+            return cute.local_tile(kt, (columns, schedule.tile_n), (wg, 0))
+        # The windows overlap, and start on a period of the swizzle.
+        (period, _), keys = kt.layout.shape
+        (column_stride, period_stride), key_strides = kt.layout.stride
+        assert schedule.dq_column_step == period
+        assert columns % period == 0
+        first = kt.iterator + cute.assume(wg * period_stride, divby=period_stride)
+        window = cute.make_layout(
+            ((period, columns // period), keys),
+            stride=((column_stride, period_stride), key_strides),
+        )
+        return cute.make_tensor(first, window)
+
+    @cute.jit
+    def attend_blocks(
+        self,
+        products: Products,
+        mdQ: cute.Tensor,
+        shared: Shared,
+        rings: Rings,
+        regs: Fragments,
+        place: Place,
+        work: Work,
+        call: Call,
+    ):
+        """All row blocks of all query heads of the group, one after the other.
+
+        Leaves dV and the unscaled dK in registers.
+        """
+        total = work.num_blocks * (call.heads_q // call.heads_kv)
+        rows, elements = work.rows, self.schedule.tile_m * self.schedule.head_dim
+        my_tile = CONSUMERS * work.tile.m_block + place.warpgroup
+        mine = self.rows_of(my_tile, work.q.length, work.k.length, KEYS, call)
+        clear_first = mine.clear_first
+        if (my_tile + 1) * KEYS > work.k.length:
+            # Keys behind the last one have scores of 0, but weights of exp(-lse).
+            clear_first = mine.clear_end
+        clear = (clear_first, mine.clear_end)
+
+        # Blocks of the dQ workspace: of one head they follow each other, heads are apart.
+        entry, first_block = self.workspace_entry(work)
+        head_idx = work.tile.head_idx * (call.heads_q // call.heads_kv)
+        dq_block = (entry * call.heads_q + head_idx) * mdQ.shape[2] + first_block + rows.first
+        to_next_head = mdQ.shape[2] - work.num_blocks
+        m_block = rows.first
+        regs.dk.fill(0.0)
+
+        whole = pipeline.PipelineState(1, Int32(0), Int32(0), Int32(0))
+        state = self.stage_at(Int32(0), False)
+        rings.k.consumer_wait(whole)
+        rings.q.consumer_wait(state)
+        self.matmul(products.scores, regs.scores, regs.k, regs.q[None, None, None, 0], False)
+        rings.v.consumer_wait(whole)
+        rings.do.consumer_wait(state)
+        self.matmul(products.scores, regs.dp, regs.v, regs.do[None, None, None, 0], False)
+        warpgroup.wait_group(1)
+        self.probabilities(regs, shared, state.index, m_block, place, work, call, clear)
+        # Not added to zeros: those would be written after the fence in front of the product.
+        self.score_gradients(products, shared, rings, regs, place, call, state, is_first=True)
+
+        for count in cutlass.range(total - 1, unroll=1):
+            state = self.stage_at(count, False)
+            following = self.stage_at(count + 1, False)
+            rings.q.consumer_wait(following)
+            q = regs.q[None, None, None, following.index]
+            self.matmul(products.scores, regs.scores, regs.k, q, False)
+            self.share_ds(products, regs, shared, place, count % DS_STAGES)
+            dq = Int64(dq_block) * elements
+            self.sum_up(products, mdQ, shared, regs, place, state, count % DS_STAGES, dq)
+            m_block = m_block + 1
+            dq_block = dq_block + 1
+            if m_block == rows.end:
+                m_block = rows.first
+                dq_block = dq_block + to_next_head
+            rings.do.consumer_wait(following)
+            do = regs.do[None, None, None, following.index]
+            self.matmul(products.scores, regs.dp, regs.v, do, False)
+            self.probabilities(regs, shared, following.index, m_block, place, work, call, clear)
+            # dK is done, dP is not.
+            warpgroup.wait_group(1)
+            rings.q.consumer_release(state)
+            self.score_gradients(
+                products, shared, rings, regs, place, call, following, is_first=False
+            )
+            # Nothing is in flight here: ptxas would not follow it around the loop.
+
+        last = total - 1
+        state = self.stage_at(last, False)
+        self.share_ds(products, regs, shared, place, last % DS_STAGES)
+        dq = Int64(dq_block) * elements
+        self.sum_up(products, mdQ, shared, regs, place, state, last % DS_STAGES, dq)
+        warpgroup.wait_group(0)
+
+    @cute.jit
+    def score_gradients(
+        self,
+        products: Products,
+        shared: Shared,
+        rings: Rings,
+        regs: Fragments,
+        place: Place,
+        call: Call,
+        state: pipeline.PipelineState,
+        is_first: cutlass.Constexpr[bool],
+    ):
+        """dV += P^T dO, and under it dS. Expects dP to be the last product in flight."""
+        accumulator.round_into(regs.rounded, regs.scores)
+        p = accumulator.as_operand_a(regs.rounded)
+        do = regs.dot[None, None, None, state.index]
+        self.matmul(products.dv, regs.dv, p, do, not is_first)
+        warpgroup.wait_group(1)
+        self.score_gradient(regs, shared, state.index, place, call)
+        warpgroup.wait_group(0)
+        rings.do.consumer_release(state)
+
+    @cute.jit
+    def sum_up(
+        self,
+        products: Products,
+        mdQ: cute.Tensor,
+        shared: Shared,
+        regs: Fragments,
+        place: Place,
+        state: pipeline.PipelineState,
+        ds_stage: Int32,
+        dq: Int64,
+    ):
+        """dQ = dS K, which leaves for memory, and dK += dS^T Q, which is left running."""
+        self.barrier(Barrier.DS, CONSUMERS).arrive_and_wait()
+        ds = regs.ds[None, None, None, ds_stage]
+        self.matmul(products.dq, regs.dq, ds, regs.kt, False)
+        rounded = accumulator.as_operand_a(regs.rounded)
+        q = regs.qt[None, None, None, state.index]
+        self.matmul(products.dk, regs.dk, rounded, q, True)
+        warpgroup.wait_group(1)
+        self.add_dq(mdQ, shared, regs, place, dq)
+
+    @cute.jit
+    def matmul(
+        self,
+        tiled_mma: cute.TiledMma,
+        acc: cute.Tensor,
+        a: cute.Tensor,
+        b: cute.Tensor,
+        accumulates: cutlass.Constexpr[bool],
+    ):
+        """Issue acc (+)= a b as one wgmma group; the caller waits for it."""
+        # An atom of our own: the accumulate flag is state, which must not leave this region.
+        atom = cute.make_mma_atom(tiled_mma.op)
+        atom.set(warpgroup.Field.ACCUMULATE, accumulates)
+        warpgroup.fence()
+        for k in cutlass.range_constexpr(cute.size(a, mode=[2])):
+            cute.gemm(atom, acc, a[None, None, k], b[None, None, k], acc)
+            atom.set(warpgroup.Field.ACCUMULATE, True)
+        warpgroup.commit_group()
+
+    @cute.jit
+    def probabilities(
+        self,
+        regs: Fragments,
+        shared: Shared,
+        stage: Int32,
+        m_block: Int32,
+        place: Place,
+        work: Work,
+        call: Call,
+        clear: tuple[Int32, Int32],
+    ):
+        """S := P = exp(x - lse), 0 where a row does not see a key.
+
+        clear  row blocks in which this warpgroup needs no mask: [first, end)
+        """
+        if const_expr(self.features.score == "softcap"):
+            soft_cap(regs.scores, call.softmax_scale, call.softcap)
+            scale_log2 = Float32(LOG2_E)
+        else:
+            scale_log2 = call.softmax_scale * LOG2_E
+        scores = accumulator.by_row(regs.scores)
+        mine = row_statistics.of_columns(shared.lse[None, stage], place.column)
+        four = cute.make_rmem_tensor(4, Float32)
+        for g in cutlass.range_constexpr(self.schedule.tile_m // 16):
+            cute.autovec_copy(mine[None, g], four)
+            for i in cutlass.range_constexpr(4):
+                for r in cutlass.range_constexpr(2):
+                    exponent = scores[r, 4 * g + i] * scale_log2 - four[i]
+                    scores[r, 4 * g + i] = cute.math.exp2(exponent, fastmath=True)
+        if (m_block < clear[0]) | (m_block >= clear[1]):
+            self.mask(regs.scores, place, work, call, m_block)
+
+    @cute.jit
+    def mask(
+        self, probabilities: cute.Tensor, place: Place, work: Work, call: Call, m_block: Int32
+    ):
+        """P := 0 where a row does not see a key.
+
+        Row i sees key j if j - right <= i + diagonal <= j + left, where there are such bounds.
+        """
+        features = self.features
+        weights = accumulator.by_row(probabilities)
+        first_row = m_block * self.schedule.tile_m + place.column
+        for r in cutlass.range_constexpr(2):
+            key = place.key + 8 * r
+            begin = Int32(0)
+            if const_expr(features.has_right_bound):
+                begin = key - work.rows.diagonal - call.right - first_row
+            end = key - work.rows.diagonal + call.left + 1 - first_row
+            if key >= work.k.length:
+                begin = Int32(self.schedule.tile_m)
+            for c in cutlass.range_constexpr(cute.size(weights, mode=[1])):
+                row = 8 * (c // 2) + c % 2
+                hidden = row < begin
+                if const_expr(features.has_left_bound):
+                    hidden = hidden | (row >= end)
+                weights[r, c] = Float32(0.0) if hidden else weights[r, c]
+
+    @cute.jit
+    def score_gradient(
+        self, regs: Fragments, shared: Shared, stage: Int32, place: Place, call: Call
+    ):
+        """dP := dS = P (dP - delta), times the derivative of softcap where there is one.
+
+        That derivative is 1 - t^2 with t = x / cap. There are no registers left to keep t, so x
+        comes back out of P: x = ln P + lse. Where P is 0 any t does, since dS is 0.
+        """
+        weights, gradient = accumulator.by_row(regs.scores), accumulator.by_row(regs.dp)
+        delta = row_statistics.of_columns(shared.delta[None, stage], place.column)
+        lse = row_statistics.of_columns(shared.lse[None, stage], place.column)
+        four_delta, four_lse = [cute.make_rmem_tensor(4, Float32) for _ in range(2)]
+        has_softcap = const_expr(self.features.score == "softcap")
+        to_t = 1.0 / (call.softcap * LOG2_E)
+        for g in cutlass.range_constexpr(self.schedule.tile_m // 16):
+            cute.autovec_copy(delta[None, g], four_delta)
+            if const_expr(has_softcap):
+                cute.autovec_copy(lse[None, g], four_lse)
+            for i in cutlass.range_constexpr(4):
+                for r in cutlass.range_constexpr(2):
+                    weight = weights[r, 4 * g + i]
+                    ds = weight * (gradient[r, 4 * g + i] - four_delta[i])
+                    if const_expr(has_softcap):
+                        x_log2 = cute.math.log2(weight, fastmath=True) + four_lse[i]
+                        t = x_log2 * to_t
+                        # Bounds for the -inf of a weight of 0, and its NaN under an LSE of +inf.
+                        t = cute.arch.fmax(cute.arch.fmin(t, Float32(1.0)), Float32(-1.0))
+                        ds = ds * (1.0 - t * t)
+                    gradient[r, 4 * g + i] = ds
+
+    @cute.jit
+    def share_ds(
+        self, products: Products, regs: Fragments, shared: Shared, place: Place, stage: Int32
+    ):
+        """Registers -> stmatrix -> this warpgroup's keys of sdS, for the matmuls of both."""
+        stmatrix = cute.make_copy_atom(warp.StMatrix8x8x16bOp(False, 4), self.dtype)
+        r2s = cute.make_tiled_copy_C(stmatrix, products.scores)
+        thr = r2s.get_slice(place.thread)
+        accumulator.round_into(regs.rounded, regs.dp)
+        mine = cute.local_tile(
+            shared.dst[None, None, stage], (KEYS, self.schedule.tile_m), (place.warpgroup, 0)
+        )
+        cute.copy(r2s, thr.retile(regs.rounded), thr.partition_D(mine))
+        cute.arch.fence_proxy("async.shared", space="cta")
+        if const_expr(self.schedule.dq_path == "bulk"):
+            # Before the others are told that they may go on: the last dQ has left its buffer.
+            cute.arch.cp_async_bulk_wait_group(0, read=True)
+
+    @cute.jit
+    def add_dq(self, mdQ: cute.Tensor, shared: Shared, regs: Fragments, place: Place, dq: Int64):
+        """Add this warpgroup's part of a block's dQ to the workspace.
+
+        The workspace has, for each 64 rows and then each 8 columns, the four registers of each
+        thread of the warpgroup that holds them: additions of 16 bytes a thread, in one piece.
+        """
+        schedule = self.schedule
+        octets = schedule.dq_columns // 8
+        shared_octets = octets - schedule.dq_octet_step  # that warpgroup 0 adds
+        octet = 4 * WARPGROUP  # elements
+        values = cute.make_tensor(regs.dq.iterator, cute.make_layout((4, octets)))
+        target = mdQ.iterator + (dq + place.warpgroup * (schedule.dq_octet_step * octet))
+        if const_expr(schedule.dq_path == "red"):
+            mine = target + place.thread * 4
+            if const_expr(shared_octets > 0):
+                if place.warpgroup == 0:
+                    for o in cutlass.range_constexpr(shared_octets):
+                        add_four(mine + o * octet, values, o)
+            for o in cutlass.range_constexpr(shared_octets, octets):
+                add_four(mine + o * octet, values, o)
+        else:
+            buffer = (shared.dq + place.warpgroup * (octets * octet)).align(16)
+            layout = cute.make_layout((4, WARPGROUP, octets))
+            mine = cute.make_tensor(buffer, layout)[None, place.thread, None]
+            for o in cutlass.range_constexpr(octets):
+                cute.autovec_copy(values[None, o], mine[None, o])
+            cute.arch.fence_proxy("async.shared", space="cta")
+            self.barrier(Barrier.DQ + place.warpgroup, 1).arrive_and_wait()
+            if cute.arch.make_warp_uniform(place.thread // 32) == 0:
+                first = Int32(0)
+                if const_expr(shared_octets > 0):
+                    first = place.warpgroup * (shared_octets * octet)
+                with cute.arch.elect_one():
+                    add_bulk(target + first, buffer + first, 4 * (octets * octet - first))
+                    cute.arch.cp_async_bulk_commit_group()
+
+    @cute.jit
+    def store_gradient(
+        self,
+        tiled_mma: cute.TiledMma,
+        tma: Tma,
+        acc: cute.Tensor,
+        sX: cute.Tensor,
+        factor: Float32,
+        place: Place,
+        work: Work,
+    ):
+        """factor * acc -> stmatrix -> this warpgroup's slab of sX -> TMA store, clipped.
+
+        Rows of padding get what their masked accumulators hold: 0.
+        """
+        tile, wg = work.tile, place.warpgroup
+        slab = sX[None, None, wg]
+        acc.store(acc.load() * factor)
+        rounded = cute.make_rmem_tensor_like(acc, self.dtype)
+        accumulator.round_into(rounded, acc)
+        stmatrix = cute.make_copy_atom(warp.StMatrix8x8x16bOp(False, 4), self.dtype)
+        r2s = cute.make_tiled_copy_C(stmatrix, tiled_mma)
+        thr = r2s.get_slice(place.thread)
+        cute.copy(r2s, thr.retile(rounded), thr.partition_D(slab))
+        # Make these writes visible to the TMA engine before anyone starts it.
+        cute.arch.fence_proxy("async.shared", space="cta")
+        self.barrier(Barrier.EPILOGUE + wg, 1).arrive_and_wait()
+        if cute.arch.make_warp_uniform(place.thread // 32) == 0:
+            batch_idx = Int32(0) if const_expr(self.features.packed_k) else tile.batch_idx
+            rows = global_view.one_sequence(
+                tma.tensor, tma.units, work.k.start, work.k.rows, tile.head_idx, batch_idx
+            )
+            gX = cute.local_tile(rows, (KEYS, cute.size(slab, mode=[1])), (None, 0))
+            tXsX, tXgX = cpasync.tma_partition(
+                tma.atom,
+                0,
+                cute.make_layout(1),
+                cute.group_modes(slab, 0, 2),
+                cute.group_modes(gX, 0, 2),
+            )
+            cute.copy(tma.atom, tXsX, tXgX[None, CONSUMERS * tile.m_block + wg])
+            cute.arch.cp_async_bulk_commit_group()
+
+
+@cute.jit
+def add_four(target: cute.Pointer, values: cute.Tensor, column: cutlass.Constexpr[int]):
+    """target[0:4] += values[:, column], in global memory, as one unordered 16-byte reduction."""
+    cute.arch.inline_ptx(
+        "red.global.add.v4.f32 [{$r0}], {{$r1}, {$r2}, {$r3}, {$r4}};",
+        read_only_args=[target.toint(), *[values[i, column] for i in range(4)]],
+    )
+
+
+@cute.jit
+def add_bulk(target: cute.Pointer, source: cute.Pointer, num_bytes: Int32):
+    """target[:] += source[:], fp32, by the copy engine; the caller commits the group."""
+    cute.arch.inline_ptx(
+        "cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [{$r0}], [{$r1}], {$r2};",
+        read_only_args=[target.toint(), source.toint(), num_bytes],
+    )
+
+
+def compile_backward(
+    features: BackwardFeatures, schedule: OneKernelSchedule, arch: str, options: str = ""
+):
+    """Compile for any batch, lengths, heads and strides; see `HopperBackward.__call__`.
+
+    As in `fa4.kernels.sm90.forward`, every stride in use must be a multiple of 16 bytes.
+    """
+    dtype = DTYPES[features.dtype]
+    fake = cute.runtime.make_fake_tensor
+
+    def rows_tensor(is_packed: bool):
+        modes = 3 if is_packed else 4
+        shape = tuple(cute.sym_int() for _ in range(modes))
+        stride = (*(cute.sym_int64() for _ in range(modes - 1)), 1)
+        return fake(dtype, shape, stride, assumed_align=global_view.TMA_ALIGNMENT)
+
+    def workspace():
+        shape = tuple(cute.sym_int() for _ in range(4))
+        stride = (*(cute.sym_int64() for _ in range(3)), 1)
+        return fake(Float32, shape, stride, assumed_align=16)
+
+    def vector(present: bool):
+        return fake(Int32, (cute.sym_int(),), (1,)) if present else None
+
+    return cute.compile(
+        HopperBackward(features, schedule),
+        rows_tensor(features.packed_q),
+        rows_tensor(features.packed_k),
+        rows_tensor(features.packed_k),
+        rows_tensor(features.packed_q),
+        workspace(),
+        workspace(),
+        rows_tensor(features.packed_k),
+        rows_tensor(features.packed_k),
+        vector(features.packed_q),
+        vector(features.packed_k),
+        vector(features.has_seqused_q),
+        vector(features.has_seqused_k),
+        Float32(1.0),
+        Float32(0.0),
+        Int32(0),
+        Int32(0),
+        Int32(1),
+        cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True),
+        options=f"--enable-tvm-ffi --gpu-arch {arch} {options}".strip(),
+    )
