@@ -2,7 +2,8 @@
 
     python -m perf.plot results/forward.csv results/memory.csv --out docs/results/figures
 
-Bars of rates by case and contender; lines of peak memory against length, logarithmic both ways.
+Bars of rates by case and contender; lines, logarithmic both ways, of peak memory against length
+and of the words that algorithms move (perf.io_model --csv).
 """
 
 from __future__ import annotations
@@ -44,6 +45,8 @@ def figure_of(table: pd.DataFrame, title: str) -> Any:
     """The figure for a table, by the columns it has. Raises ValueError if there is none for it."""
     if "peak_gib" in table:
         return memory_figure(table, title)
+    if "materialised" in table:
+        return words_figure(table, title)
     value = next((name for name in VALUES if name in table), None)
     if value is None:
         raise ValueError(f"{title}: no figure is made of the columns {', '.join(table)}.")
@@ -86,6 +89,27 @@ def memory_figure(table: pd.DataFrame, title: str) -> Any:
     axes.set_xlabel("tokens (open circles: computed, not measured)")
     axes.set_ylabel("GiB beyond the inputs")
     return finished(figure, axes, table, title)
+
+
+def words_figure(table: pd.DataFrame, title: str) -> Any:
+    """Words against N, a panel for each d, at the largest M."""
+    table = table[table["M"] == table["M"].max()]
+    dims = sorted(table["d"].unique())
+    figure, panels = plt.subplots(1, len(dims), figsize=(3.2 * len(dims), 3.6), sharey=True)
+    for d, axes in zip(dims, panels if len(dims) > 1 else [panels], strict=True):
+        rows = table[table["d"] == d].sort_values("N")
+        for name, colour in zip(("materialised", "FA1", "FA2"), COLOURS, strict=False):
+            axes.plot(rows["N"], rows[name], marker="o", label=name, color=colour)
+        axes.set_xscale("log", base=2)
+        axes.set_yscale("log")
+        axes.set_title(f"d = {d}, M = {table['M'].iloc[0]}", fontsize=9)
+        axes.set_xlabel("N")
+        axes.grid(alpha=0.3)
+    figure.axes[0].set_ylabel("words")
+    figure.axes[0].legend(fontsize=8)
+    figure.suptitle(title, fontsize=10)
+    figure.tight_layout()
+    return figure
 
 
 def finished(figure: Any, axes: Any, table: pd.DataFrame, title: str) -> Any:

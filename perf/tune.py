@@ -49,6 +49,7 @@ REGISTERS = {1: (240, 24), 2: (240, 24), 3: (160, 32)}
 
 WAITS_MAX = 4  # WARPGROUP.DEPBAR in a loop over key blocks; serialised products have 28 and more
 HANG_SECONDS = 10.0
+DEVICE = "cuda"
 DIFFERENCE_MAX = 0.02  # of outputs, over the largest value
 
 
@@ -83,12 +84,12 @@ def rank(schedule: ForwardSchedule) -> tuple[float, ...]:
 
 
 def other_choices(schedule: ForwardSchedule) -> list[ForwardSchedule]:
-    """The schedule with one choice changed that is not about the tile."""
+    """The schedule with one choice changed that is not about the tile: stages, yes or no."""
     changes: list[dict[str, Any]] = [{"stages": stages} for stages in STAGES]
-    changes += [
-        {name: not getattr(schedule, name)}
-        for name in ("o_shares_q", "takes_turns", "is_persistent")
-    ]
+    for field in dataclasses.fields(schedule):
+        value = getattr(schedule, field.name)
+        if isinstance(value, bool):
+            changes.append({field.name: not value})
     found = (variant(schedule, **change) for change in changes)
     return [each for each in dict.fromkeys(found) if each not in (None, schedule)]
 
@@ -170,7 +171,7 @@ class Bench:
         """Calls by description; a schedule whose output is not the first one's is left out."""
         l2_bytes = torch.cuda.get_device_properties().L2_cache_size
         copies = copies_needed(input_bytes(case), l2_bytes)
-        inputs = [make_inputs(case, "cuda", copy) for copy in range(copies)]
+        inputs = [make_inputs(case, DEVICE, copy) for copy in range(copies)]
         problem = problem_of(inputs[0], **self.options)
         calls: dict[str, Call] = {}
         outputs: dict[str, Any] = {}
@@ -333,7 +334,7 @@ def main() -> None:
         print(f"the rule stands: the margin is not above {sm90_tuned.MARGIN}")
     elif arguments.write:
         row = row_for(wanted, first, margin, (others[0], found[others[0]]), cases)
-        sm90_tuned.write_row(row)
+        sm90_tuned.write_row(row, sm90_tuned.TABLE)
         print(f"written to {sm90_tuned.TABLE}")
     else:
         print("not written: --write was not given")

@@ -46,7 +46,7 @@ def key(features: ForwardFeatures) -> str:
     return features.name.removeprefix(f"{features.dtype}_")
 
 
-def read_rows(table: Path = TABLE) -> list[dict[str, str]]:
+def read_rows(table: Path) -> list[dict[str, str]]:
     """Rows as text. Raises ValueError for other columns than `COLUMNS`."""
     with table.open(newline="", encoding="utf-8") as file:
         reader = csv.DictReader(file)
@@ -56,7 +56,7 @@ def read_rows(table: Path = TABLE) -> list[dict[str, str]]:
     return rows
 
 
-def write_row(row: dict[str, str], table: Path = TABLE) -> None:
+def write_row(row: dict[str, str], table: Path) -> None:
     """Put a row in place of the one with its features, or behind the others."""
     rows = [old for old in read_rows(table) if old["features"] != row["features"]]
     rows.append({column: row[column] for column in COLUMNS})

@@ -10,7 +10,7 @@ import torch
 pd = pytest.importorskip("pandas")
 pytest.importorskip("matplotlib")
 from fa4.reference import attention_reference  # noqa: E402
-from perf import accuracy, cases, compile_time, memory, plot  # noqa: E402  they need pandas
+from perf import accuracy, cases, compile_time, io_model, memory, plot  # noqa: E402  they need pandas
 
 
 def test_scores_of_the_32k_example_are_64_gib() -> None:
@@ -113,6 +113,17 @@ def test_memory_becomes_lines_and_marks_what_was_not_measured() -> None:
     assert lines["eager"].get_ydata().tolist() == [0.5, 2.0]
     open_circles = [line for line in axes.get_lines() if line.get_markerfacecolor() == "white"]
     assert [line.get_xdata().tolist() for line in open_circles] == [[], [2048]]
+
+
+def test_words_of_algorithms_become_a_panel_for_each_head_dim() -> None:
+    rows = pd.DataFrame(io_model.algorithm_rows([1024, 4096], [64, 128], [50_000, 116_736]))
+    figure = plot.figure_of(rows, "io model")
+    assert [axes.get_title() for axes in figure.axes] == [
+        "d = 64, M = 116736", "d = 128, M = 116736"
+    ]  # fmt: skip
+    lines = {line.get_label(): line for line in figure.axes[1].get_lines()}
+    assert lines["FA2"].get_xdata().tolist() == [1024, 4096]
+    assert lines["FA2"].get_ydata()[1] == io_model.fa2_words(4096, 128, 116_736)
 
 
 def test_drawing_twice_gives_the_same_file(tmp_path: Path) -> None:

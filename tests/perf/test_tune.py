@@ -5,15 +5,18 @@ from __future__ import annotations
 import csv
 import dataclasses
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
 
 pytest.importorskip("pandas")
 from fa4.kernels.features import ForwardFeatures
 from fa4.pipelines import sm90, sm90_tuned
 from fa4.pipelines.sm90 import ForwardSchedule, forward_rule, forward_schedule
+from fa4.reference import attention_reference
 from perf import tune
-from perf.cases import dense
+from perf.cases import Case, dense
 from tests import sass
 
 CAUSAL = ForwardFeatures("bf16", 128, 128, has_right_bound=True)
@@ -146,6 +149,74 @@ def test_what_machine_code_rejects_is_not_timed() -> None:
     assert all(step == [] for step in gains.steps)
 
 
+class ReferenceLaunch:
+    """Stands in for a kernel's launch: attention, but for tiles of 64 rows."""
+
+    def __init__(self, problem, spec, q):
+        self.spoils = spec.schedule.tile_m == 64
+
+    def __call__(self, q, k, v, lengths, sink, out, wants_lse):
+        cu = {} if lengths is None else lengths._asdict()
+        result, lse = attention_reference(q, k, v, **cu)
+        return (result + 0.5 if self.spoils else result), lse
+
+
+@pytest.mark.parametrize("is_packed", [False, True])
+def test_a_schedule_with_another_output_is_not_timed(
+    is_packed: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    device = SimpleNamespace(L2_cache_size=1)
+    monkeypatch.setattr(tune, "ForwardLaunch", ReferenceLaunch)
+    monkeypatch.setattr(tune, "DEVICE", "cpu")
+    monkeypatch.setattr(tune, "watched", lambda call, name: call())
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda: device)
+    case = (
+        Case((9, 21), (9, 21), 2, 2, 64, 64, label="mix") if is_packed else dense(1, 32, 2, 2, 64)
+    )
+    wrong = next(each for each in tune.tiles(RULE) if each.tile_m == 64)
+    right = next(each for each in tune.tiles(RULE) if each.tile_m == 192)
+    calls = tune.Bench([case], {}, rounds=1).calls(case, [RULE, wrong, right])
+    assert list(calls) == [tune.describe(RULE), tune.describe(right)]
+    assert f"rejected {tune.describe(wrong)}: its output differs" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "words"),
+    [(1.05, 1.04, "written to"), (1.05, 1.01, "not above"), (0.99, 0.99, "the rule stands")],
+)
+def test_a_winner_is_written_if_it_wins_twice(
+    first: float,
+    second: float,
+    words: str,
+    table: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """d128 causal: one tile beats the rule in the search by ``first``, alone by ``second``."""
+    winner = tune.tiles(RULE)[0]
+
+    class Bench:
+        def __init__(self, cases, options, rounds):
+            assert options["causal"]
+
+        def gains(self, rule, others):
+            gain = second if others == [winner] else first
+            return {rule: 1.0} | {each: gain if each == winner else 0.9 for each in others}
+
+    monkeypatch.setattr(tune, "Bench", Bench)
+    monkeypatch.setattr(tune, "need_gpu", lambda: None)
+    monkeypatch.setattr(tune, "without_faults", lambda features, schedules, workers: schedules)
+    monkeypatch.setattr("sys.argv", ["perf/tune.py", "--causal", "--write", "--lengths", "1024"])
+    tune.main()
+    assert words in capsys.readouterr().out
+    if words == "written to":
+        (only,) = sm90_tuned.read_rows(table)
+        assert float(only["margin"]) == second
+        assert forward_schedule(CAUSAL) == winner
+    else:
+        assert sm90_tuned.read_rows(table) == []
+
+
 # -- the table -----------------------------------------------------------------------------------
 
 
@@ -193,7 +264,7 @@ def test_rows_survive_being_written(table: Path) -> None:
 
 
 def test_the_table_in_use_holds_measured_winners_that_fit() -> None:
-    rows = sm90_tuned.read_rows()
+    rows = sm90_tuned.read_rows(sm90_tuned.TABLE)
     keys = [each["features"] for each in rows]
     assert keys == sorted(set(keys))
     for each in rows:
