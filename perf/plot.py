@@ -31,6 +31,8 @@ COLOURS = (
     "#000000",
 )
 
+CASES_A_ROW = 8
+
 # Column that is drawn: its axis, and whether bars start at zero on a linear axis.
 VALUES = {
     "tflops": ("TFLOP/s", True),
@@ -59,21 +61,27 @@ def contender_order(table: pd.DataFrame) -> list[str]:
 
 
 def bars(table: pd.DataFrame, value: str, title: str) -> Any:
+    """Bars side by side for each case, at most `CASES_A_ROW` cases in a row of the figure."""
     label, starts_at_zero = VALUES[value]
     cases = list(dict.fromkeys(table["case"]))
     names = contender_order(table)
-    figure, axes = plt.subplots(figsize=(max(6.0, 0.28 * len(cases) * len(names) + 2), 4.2))
+    rows = [cases[at : at + CASES_A_ROW] for at in range(0, len(cases), CASES_A_ROW)]
+    figure, panels = plt.subplots(
+        len(rows), 1, figsize=(11, 1 + 2.6 * len(rows)), sharey=True, squeeze=False
+    )
     width = 0.85 / len(names)
-    for i, name in enumerate(names):
-        values = table[table["contender"] == name].groupby("case", sort=False)[value].median()
-        heights = [values.get(case, 0.0) for case in cases]
-        places = [at + (i - (len(names) - 1) / 2) * width for at in range(len(cases))]
-        axes.bar(places, heights, width, label=name, color=COLOURS[i % len(COLOURS)])
-    axes.set_xticks(range(len(cases)), cases, rotation=35, ha="right", fontsize=8)
-    axes.set_ylabel(label)
-    if not starts_at_zero:
-        axes.set_yscale("log")
-    return finished(figure, axes, table, title)
+    for axes, shown in zip(panels[:, 0], rows, strict=True):
+        for i, name in enumerate(names):
+            values = table[table["contender"] == name].groupby("case")[value].median()
+            heights = [values.get(case, 0.0) for case in shown]
+            places = [at + (i - (len(names) - 1) / 2) * width for at in range(len(shown))]
+            axes.bar(places, heights, width, label=name, color=COLOURS[i % len(COLOURS)])
+        axes.set_xticks(range(len(shown)), shown, rotation=15, ha="right", fontsize=8)
+        axes.set_xlim(-0.6, len(rows[0]) - 0.4)
+        axes.set_ylabel(label)
+        if not starts_at_zero:
+            axes.set_yscale("log")
+    return finished(figure, panels[0, 0], table, title)
 
 
 def memory_figure(table: pd.DataFrame, title: str) -> Any:
@@ -112,13 +120,17 @@ def words_figure(table: pd.DataFrame, title: str) -> Any:
     return figure
 
 
-def finished(figure: Any, axes: Any, table: pd.DataFrame, title: str) -> Any:
-    """Title with where and when it was measured, legend, grid."""
+def finished(figure: Any, first: Any, table: pd.DataFrame, title: str) -> Any:
+    """Title with where and when it was measured; a legend above the first panel; grids."""
     where = [str(table[name].iloc[0]) for name in ("device", "date", "commit") if name in table]
-    axes.set_title(f"{title}\n{', '.join(where)}" if where else title, fontsize=10)
-    axes.grid(axis="y", alpha=0.3)
-    axes.set_axisbelow(True)
-    axes.legend(fontsize=8, ncols=min(4, len(set(table["contender"]))))
+    figure.suptitle(f"{title}\n{', '.join(where)}" if where else title, fontsize=10)
+    for axes in figure.axes:
+        axes.grid(axis="y", alpha=0.3)
+        axes.set_axisbelow(True)
+    handles, labels = first.get_legend_handles_labels()
+    first.legend(
+        handles, labels, fontsize=8, ncols=len(labels), loc="lower center", bbox_to_anchor=(0.5, 1)
+    )
     figure.tight_layout()
     return figure
 

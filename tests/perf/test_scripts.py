@@ -103,8 +103,15 @@ def test_rates_become_bars_with_ours_first() -> None:
     assert [bar.get_height() for bar in handles[0]] == [600.0, 650.0]
     assert [bar.get_height() for bar in handles[1]] == [500.0, 0.0]  # refused b
     assert [tick.get_text() for tick in axes.get_xticklabels()] == ["a", "b"]
-    assert axes.get_title() == "forward\nNVIDIA H200, 2026-11-30 08:00, 0123456789"
+    assert figure.get_suptitle() == "forward\nNVIDIA H200, 2026-11-30 08:00, 0123456789"
     assert axes.get_ylabel() == "TFLOP/s"
+
+
+def test_many_cases_are_drawn_in_rows() -> None:
+    cases_of = [RATES.assign(case=f"case {i}") for i in range(plot.CASES_A_ROW + 1)]
+    first, second = plot.figure_of(pd.concat(cases_of), "forward").axes
+    assert len(first.get_xticklabels()) == plot.CASES_A_ROW
+    assert [tick.get_text() for tick in second.get_xticklabels()] == ["case 8"]
 
 
 def test_memory_becomes_lines_and_marks_what_was_not_measured() -> None:
