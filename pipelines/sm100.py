@@ -40,6 +40,8 @@ class ForwardSchedule:
     o_shares_q             O leaves through Q's buffer; otherwise it has its own, and the next
                            tile's Q is loaded while this tile's O is still being stored
     is_persistent          a CTA takes tile after tile; otherwise one CTA a tile
+    exp2_polynomials       of 32 exponentials of a row, how many the FMA units compute in blocks
+                           without masks, so that MUFU is not what everything waits for
     rescale_threshold      O is rescaled when a row's maximum has risen by more than this, in
                            powers of 2; until then its probabilities may be as large as 2 to this
     """
@@ -55,6 +57,7 @@ class ForwardSchedule:
     other_registers: int
     o_shares_q: bool
     is_persistent: bool
+    exp2_polynomials: int
     rescale_threshold: float
 
     @property
@@ -208,6 +211,7 @@ def forward_schedule(features: ForwardFeatures) -> ForwardSchedule:
                 other_registers=other,
                 o_shares_q=o_shares_q,
                 is_persistent=is_uniform,
+                exp2_polynomials=8,
                 rescale_threshold=RESCALE_THRESHOLD,
             )
         except ValueError:

@@ -70,7 +70,16 @@ from fa4.kernels.blocks.tile_order import Tile, locate_tile, num_slots
 from fa4.kernels.features import ForwardFeatures
 from fa4.kernels.sm100 import tensor_memory
 from fa4.kernels.sm100.matrix_product import Operand, instruction_descriptor, multiply
-from fa4.kernels.sm100.row_softmax import highest_score, mask_row, round_pair
+from fa4.kernels.sm100.row_softmax import (
+    CHUNK,
+    LANES,
+    add_up,
+    exponentials,
+    highest_score,
+    mask_row,
+    part,
+    round_into,
+)
 from fa4.pipelines.sm100 import (
     ROWS,
     STATISTICS_STAGES,
@@ -81,7 +90,6 @@ from fa4.pipelines.sm100 import (
 
 DTYPES = {"bf16": BFloat16, "fp16": Float16, "fp32": Float32}
 WARP = 32
-CHUNK = 32  # columns that a thread moves between tensor memory and registers at a time
 VECTOR = 8  # 16-bit elements of a 16-byte store
 
 
@@ -316,6 +324,8 @@ class BlackwellForward:
             grid=(num_items * schedule.ctas, 1, 1),
             block=(schedule.threads, 1, 1),
             cluster=(schedule.ctas, 1, 1),
+            # Without it ptxas does not know the registers at entry, and ignores setmaxnreg.
+            min_blocks_per_mp=1,
             stream=stream,
         )
 
@@ -838,21 +848,12 @@ class BlackwellForward:
                 row_max, row_sum = -Float32.inf, Float32(0.0)
                 place = (query_tile, thread, row, lane_address)
                 if keys.first < keys.end:
-                    rest = keys.end - 1
                     row_max, row_sum = self.softmax_block(
-                        statistics, bars, place, keys, call, rest, blocks, messages,
+                        statistics, bars, place, keys, call, keys.end - 1, blocks, messages,
                         row_max, row_sum, is_first=True, is_masked=True,
                     )  # fmt: skip
                     blocks = blocks + 1
-                    # What is left, in the order of visiting: [clear_end, rest) masked by the right
-                    # bound, [clear_first, clear_end) whole, [first, clear_first) by the left one.
-                    clear_end = cutlass.min(keys.clear_end, rest)
-                    clear_first = cutlass.min(keys.clear_first, clear_end)
-                    for begin, end, is_masked in (
-                        (clear_end, rest, True),
-                        (clear_first, clear_end, False),
-                        (keys.first, clear_first, True),
-                    ):
+                    for begin, end, is_masked in self.later_blocks(keys):
                         num = end - begin
                         for j in cutlass.range(num, unroll=1):
                             row_max, row_sum = self.softmax_block(
@@ -866,6 +867,22 @@ class BlackwellForward:
                 self.tell(statistics, bars, query_tile, thread, messages + 1, row_max)
                 messages = messages + 2
             tile_idx = tile_idx + step
+
+    def later_blocks(self, keys: KeyRange):
+        """Ranges [begin, end) of blocks behind the first one, and whether they need masks.
+
+        In the order of visiting: those that the right bound crosses, those that every row sees
+        whole, those that the left bound crosses.
+        """
+        rest = keys.end - 1
+        clear_end = cutlass.min(keys.clear_end, rest)
+        clear_first = cutlass.min(keys.clear_first, clear_end)
+        ranges = [(clear_first, clear_end, False)]
+        if self.features.has_right_bound:
+            ranges.insert(0, (clear_end, rest, True))
+        if self.features.has_left_bound:
+            ranges.append((keys.first, clear_first, True))
+        return ranges
 
     @cute.jit
     def tell(
@@ -946,7 +963,7 @@ class BlackwellForward:
             mask_row(scores, aligned - call.left - first_key, end, features.has_left_bound)
 
         scale_log2 = self.scale_log2(call)
-        highest = highest_score(scores, -Float32.inf if const_expr(is_first) else row_max)
+        highest = highest_score(scores)
         reference = highest
         if const_expr(not is_first):
             reference = row_max
@@ -958,20 +975,24 @@ class BlackwellForward:
             rescale = cute.math.exp2(row_max * scale_log2 - shift, fastmath=True)
             self.tell(statistics, bars, query_tile, thread, message, rescale)
             row_sum = row_sum * rescale
-        sums = [row_sum, Float32(0.0)]
-        packed = cute.make_rmem_tensor(tile_n // 2, Int32)
-        for c in cutlass.range_constexpr(0, tile_n, 2):
-            pair = [
-                cute.math.exp2(scores[c + e] * scale_log2 - shift, fastmath=True) for e in range(2)
-            ]
-            sums = [sums[e] + pair[e] for e in range(2)]
-            packed[c // 2] = round_pair(pair[0], pair[1], self.dtype)
-        for first in cutlass.range_constexpr(0, tile_n // 2, CHUNK):
-            tensor_memory.store(packed, first, column + first, CHUNK)
+        sums = cute.make_rmem_tensor(LANES, Float32)
+        sums.fill(0.0)
+        sums[0] = row_sum
+        rounded = cute.make_rmem_tensor(tile_n, self.dtype)
+        packed = cute.recast_tensor(rounded, Int32)
+        # Hidden scores need exact zeros.
+        polynomials = 0 if is_masked else schedule.exp2_polynomials
+        for first in cutlass.range_constexpr(0, tile_n, CHUNK):
+            chunk = part(scores, first, CHUNK)
+            exponentials(chunk, scale_log2, shift, polynomials)
+            round_into(part(rounded, first, CHUNK), chunk)
+            tensor_memory.store(packed, first // 2, column + first // 2, CHUNK // 2)
+            add_up(sums, chunk)
         tensor_memory.wait_for_stores()
         tensor_memory.before_arrival()
         self.arrive_at_issuer(bars, at.P_FULL + buffer)
-        return reference, sums[0] + sums[1]
+        row_sum = sums.load().reduce(cute.ReductionOp.ADD, Float32(0.0), 0)
+        return reference, row_sum
 
     # -- correction --------------------------------------------------------------------------------
 
@@ -1048,8 +1069,7 @@ class BlackwellForward:
             out = cute.make_rmem_tensor(CHUNK, Float32)
             tensor_memory.load(out, 0, address + first, CHUNK)
             tensor_memory.wait_for_loads()
-            for c in cutlass.range_constexpr(CHUNK):
-                out[c] = out[c] * factor
+            out.store(out.load() * factor)
             tensor_memory.store(out, 0, address + first, CHUNK)
         tensor_memory.wait_for_stores()
 
@@ -1137,15 +1157,14 @@ class BlackwellForward:
         slab = sO[None, None, query_tile]
         for first in cutlass.range_constexpr(0, self.schedule.head_dim_v, CHUNK):
             rounded = cute.make_rmem_tensor(CHUNK, self.dtype)
-            words = cute.recast_tensor(rounded, Int32)
             if const_expr(has_output):
                 out = cute.make_rmem_tensor(CHUNK, Float32)
                 tensor_memory.load(out, 0, address + first, CHUNK)
                 tensor_memory.wait_for_loads()
-                for c in cutlass.range_constexpr(0, CHUNK, 2):
-                    words[c // 2] = round_pair(out[c] * factor, out[c + 1] * factor, self.dtype)
+                out.store(out.load() * factor)
+                round_into(rounded, out)
             else:
-                words.fill(0)
+                rounded.fill(0.0)
             for c in cutlass.range_constexpr(0, CHUNK, VECTOR):
                 place = cute.local_tile(slab, (1, VECTOR), (thread, (first + c) // VECTOR))
                 part = cute.make_tensor(

@@ -10,10 +10,8 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, const_expr
 
-from fa4.kernels.blocks.accumulator import PACKED_TYPE
-
 MASK_BITS = 32
-CHAINS = 4  # independent chains of maxima and of sums, so that their latencies overlap
+CHUNK = 32  # columns that are worked on together
 
 
 @cute.jit
@@ -49,22 +47,85 @@ def mask_row(
 
 
 @cute.jit
-def highest_score(scores: cute.Tensor, so_far: Float32):
-    """The maximum of a row's scores and ``so_far``; passes over NaN, as fmax does."""
-    highest = [so_far] + [scores[c] for c in range(1, CHAINS)]
-    highest[0] = cute.arch.fmax(so_far, scores[0])
-    for c in cutlass.range_constexpr(CHAINS, cute.size(scores)):
-        highest[c % CHAINS] = cute.arch.fmax(highest[c % CHAINS], scores[c])
-    return cute.arch.fmax(
-        cute.arch.fmax(highest[0], highest[1]), cute.arch.fmax(highest[2], highest[3])
-    )
+def highest_score(scores: cute.Tensor):
+    """The maximum of a row's scores; NaN if one is NaN.
+
+    One chain of three-input maxima a chunk, so that their latencies overlap.
+    """
+    highest = -Float32.inf
+    for first in cutlass.range_constexpr(0, cute.size(scores), CHUNK):
+        chunk = part(scores, first, CHUNK).load()
+        highest = cute.arch.fmax(highest, chunk.reduce(cute.ReductionOp.MAX, -Float32.inf, 0))
+    return highest
+
+
+def part(registers: cute.Tensor, first: int, count: int) -> cute.Tensor:
+    """registers[first : first + count], of a thread's one-dimensional registers."""
+    return cute.make_tensor(registers.iterator + first, cute.make_layout(count))
 
 
 @cute.jit
-def round_pair(low: Float32, high: Float32, dtype: cutlass.Constexpr):
-    """Two fp32 values as 16-bit ones in a word, rounded to nearest even."""
-    return cute.arch.inline_ptx(
-        f"cvt.rn.{PACKED_TYPE[dtype]}.f32 {{$w0}}, {{$r0}}, {{$r1}};",
-        write_only_types=[Int32],
-        read_only_args=[high, low],
-    )
+def exponentials(
+    scores: cute.Tensor,
+    scale: Float32,
+    shift: Float32,
+    polynomials: cutlass.Constexpr[int],
+):
+    """scores := exp2(scale * scores - shift), the first ``polynomials`` of them without MUFU."""
+    scores.store(scores.load() * scale - shift)
+    if const_expr(polynomials > 0):
+        exp2_by_polynomial(part(scores, 0, polynomials))
+    others = cute.size(scores) - polynomials
+    if const_expr(others > 0):
+        rest = part(scores, polynomials, others)
+        rest.store(cute.math.exp2(rest.load(), fastmath=True))
+
+
+# 2**f on [-1/2, 1/2], constant term first: minimax in relative error, 7.5e-5, a 26th of half a
+# unit in the last place of bf16.
+EXP2_POLYNOMIAL = (0.99992806, 0.69326097, 0.24261113, 0.05517167)
+# Adding it leaves an integer n in the low bits: fp32 has no fraction bits up there.
+TO_INTEGER = 1.5 * 2**23
+EXPONENT_BIT = 23
+LOWEST_EXPONENT = -126.0
+
+
+@cute.jit
+def exp2_by_polynomial(x: cute.Tensor):
+    """x := 2**x on the FMA units: x = n + f, a polynomial in f, n added to its exponent.
+
+    x  at most 127; below LOWEST_EXPONENT, -inf included, the result is that of LOWEST_EXPONENT, so
+       this is not for scores that a mask has hidden
+
+    Method: Cody and Waite 1980; FA4 for its use beside MUFU. Two elements an instruction but for
+    the clamp and the last step.
+    """
+    for c in cutlass.range_constexpr(cute.size(x)):
+        x[c] = cute.arch.fmax(x[c], LOWEST_EXPONENT)
+    shifted = cute.make_rmem_tensor_like(x)
+    shifted.store(x.load() + TO_INTEGER)
+    f = x.load() - (shifted.load() - TO_INTEGER)
+    c0, c1, c2, c3 = EXP2_POLYNOMIAL
+    x.store(((f * c3 + c2) * f + c1) * f + c0)
+    bits = cute.recast_tensor(x, Int32)
+    n = cute.recast_tensor(shifted, Int32)
+    for c in cutlass.range_constexpr(cute.size(x)):
+        bits[c] = bits[c] + (n[c] << EXPONENT_BIT)
+
+
+LANES = 8  # partial sums of a row, two an instruction
+
+
+@cute.jit
+def add_up(sums: cute.Tensor, values: cute.Tensor):
+    """sums (LANES,) += values, column by column modulo LANES."""
+    total = sums.load()
+    for first in cutlass.range_constexpr(0, cute.size(values), LANES):
+        total = total + part(values, first, LANES).load()
+    sums.store(total)
+
+
+@cute.jit
+def round_into(rounded: cute.Tensor, values: cute.Tensor):
+    """rounded := values, fp32 to 16 bits, to nearest even."""
+    rounded.store(values.load().to(rounded.element_type))
