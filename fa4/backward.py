@@ -2,8 +2,9 @@
 
     AttentionProblem -> BackwardDecision (fa4.dispatch) -> kernels, or fa4.reference_backward
 
-Beside the gradients a call allocates its row statistics: 8 bytes for each query row and head, rows
-rounded up to the kernels' blocks.
+Beside the gradients a call allocates its row statistics, 8 bytes for each query row and head, and
+where dQ is summed up in memory 4 bytes for each of its elements, head dim and rows rounded up to
+the kernels' blocks.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from fa4.dispatch import (
     decide_backward,
 )
 from fa4.launch import L2_FOR_KEYS_BYTES, Lengths, heads_in_group
+from fa4.pipelines.sm90_backward import OneKernelSchedule
 from fa4.problem import AttentionProblem, layout_fault
 from fa4.reference_backward import Gradients, attention_backward_reference
 
@@ -101,12 +103,14 @@ class Step(NamedTuple):
     arguments  of the compiled function
     names      of its tensors, for messages; the arguments begin with those
     outputs    positions of the tensors that it writes whole
+    sums       positions of the tensors that it adds to
     """
 
     spec: KernelSpec
     arguments: tuple[Any, ...]
     names: tuple[str, ...]
     outputs: tuple[int, ...]
+    sums: tuple[int, ...] = ()
 
 
 def backward_steps(
@@ -150,23 +154,48 @@ def backward_steps(
     ]
     inputs = (q, k, v, grad_out, statistics)
     names = ("q", "k", "v", "grad_out", "statistics")
-    dkv, dq_kernel = decision.kernels
-    steps.append(
-        Step(
-            dkv,
-            (*inputs, dk, dv, *lengths, *scalars, key_heads_in_group(problem)),
-            (*names, "dk", "dv", *Lengths._fields),
-            (5, 6),
+    first, second = decision.kernels
+    if decision.path == "one kernel":
+        # Zeros to add to; one launch of its own.
+        dq_sums = torch.zeros(
+            dq_sums_shape(statistics, first.schedule),  # type: ignore[arg-type]
+            dtype=torch.float32,
+            device=q.device,
         )
-    )
-    steps.append(
-        Step(
-            dq_kernel,
-            (*inputs, dq, *lengths, *scalars, heads_in_group(problem)),
-            (*names, "dq", *Lengths._fields),
-            (5,),
+        steps.append(
+            Step(
+                first,
+                (*inputs, dq_sums, dk, dv, *lengths, *scalars, key_heads_in_group(problem)),
+                (*names, "dq_sums", "dk", "dv", *Lengths._fields),
+                outputs=(6, 7),
+                sums=(5,),
+            )
         )
-    )
+        steps.append(
+            Step(
+                second,
+                (dq_sums, dq, *lengths, problem.seqlen_k, right, problem.softmax_scale),
+                ("dq_sums", "dq", *Lengths._fields),
+                (1,),
+            )
+        )
+    else:
+        steps.append(
+            Step(
+                first,
+                (*inputs, dk, dv, *lengths, *scalars, key_heads_in_group(problem)),
+                (*names, "dk", "dv", *Lengths._fields),
+                (5, 6),
+            )
+        )
+        steps.append(
+            Step(
+                second,
+                (*inputs, dq, *lengths, *scalars, heads_in_group(problem)),
+                (*names, "dq", *Lengths._fields),
+                (5,),
+            )
+        )
     return steps, (dq, dk, dv), statistics
 
 
@@ -202,7 +231,9 @@ def emulate_backward(
     for step in steps:
         uses = {
             position: TensorUse(
-                name, is_output=position in step.outputs, has_content=position not in step.outputs
+                name,
+                is_output=position in (*step.outputs, *step.sums),
+                has_content=position not in step.outputs,
             )
             for position, name in enumerate(step.names)
         }
@@ -216,6 +247,16 @@ def statistics_shape(problem: AttentionProblem, tile_m: int) -> tuple[int, int, 
         blocks = problem.seqlen_q // tile_m + problem.batch + 1
         return 2, 1, problem.heads_q, blocks * tile_m
     return 2, problem.batch, problem.heads_q, -(-problem.seqlen_q // tile_m) * tile_m
+
+
+def dq_sums_shape(statistics: Tensor, schedule: OneKernelSchedule) -> tuple[int, int, int, int]:
+    """Of the fp32 workspace for dQ, (batch or 1, heads_q, blocks, elements of a block).
+
+    statistics  the other workspace, with as many rows
+    """
+    entries, heads_q, rows = statistics.shape[1:]
+    tile_m = schedule.tile_m
+    return entries, heads_q, rows // tile_m, tile_m * schedule.head_dim
 
 
 def sink_gradient(sink: Tensor | None, statistics: Tensor) -> Tensor | None:

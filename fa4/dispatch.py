@@ -13,11 +13,13 @@ import torch
 from fa4.compiler import KernelSpec
 from fa4.kernels.features import (
     BackwardFeatures,
+    FinishFeatures,
     ForwardFeatures,
     PrepareFeatures,
     head_dim_class,
 )
 from fa4.pipelines import sm90, sm90_backward, sm100
+from fa4.pipelines.sm90_backward import ONE_KERNEL_HEAD_DIM_MAX
 from fa4.problem import AttentionProblem
 
 # Compute capability -> compilation target.
@@ -89,8 +91,10 @@ CAPABILITIES = (
     ),
 )
 
-# The backward pass: its row statistics, then the path without atomics.
+# The backward pass: its row statistics; the path that sums dQ up in memory; the one that does not.
 PREPARE_ENTRY = "fa4.kernels.backward_prepare:compile_prepare"
+ONE_KERNEL_ENTRY = "fa4.kernels.sm90.backward:compile_backward"
+FINISH_ENTRY = "fa4.kernels.backward_finish:compile_finish"
 DKV_ENTRY = "fa4.kernels.sm90.backward_dkv:compile_dkv"
 DQ_ENTRY = "fa4.kernels.sm90.backward_dq:compile_dq"
 
@@ -169,7 +173,8 @@ class BackwardDecision:
     """How the gradients of a problem are worked out; `str` of it is a text for people.
 
     problem  what was asked of the forward pass
-    path     "two kernels" (dK and dV, then dQ; equal bits in every run) or "reference"
+    path     "one kernel" (all gradients, dQ by atomic sums in fp32), "two kernels" (dK and dV, then
+             dQ; equal bits in every run) or "reference"
     prepare  the kernel that works out the row statistics; None for the reference
     kernels  the kernels behind it, in order; empty for the reference
     reasons  why no kernel answers, in words a user can act on; empty for a kernel
@@ -208,9 +213,33 @@ def decide_backward(
     if forward.kernel is None or arch is None:
         return BackwardDecision(problem, "reference", reasons=forward.reasons)
     features = backward_features_of(problem)
-    schedules = sm90_backward.two_kernel_schedules(features)
-    ctas = num_tiles(problem, schedules.prepare.tile_m)
-    ctas = max(ctas, num_key_tiles(problem, schedules.dkv.tile_n))
+    takes_one = max(features.head_dim, features.head_dim_v) <= ONE_KERNEL_HEAD_DIM_MAX
+    kernels: tuple[KernelSpec, ...]
+    if takes_one and not deterministic:
+        one = sm90_backward.one_kernel_schedules(features)
+        prepare_schedule, tile_n = one.prepare, one.gradients.tile_n
+        finish = FinishFeatures(
+            dtype=features.dtype,
+            head_dim=features.head_dim,
+            has_right_bound=features.has_right_bound,
+            packed_q=features.packed_q,
+            packed_k=features.packed_k,
+            has_seqused_q=features.has_seqused_q,
+            has_seqused_k=features.has_seqused_k,
+        )
+        kernels = (
+            KernelSpec(ONE_KERNEL_ENTRY, arch, features, one.gradients),
+            KernelSpec(FINISH_ENTRY, arch, finish, one.finish),
+        )
+    else:
+        two = sm90_backward.two_kernel_schedules(features)
+        prepare_schedule, tile_n = two.prepare, two.dkv.tile_n
+        kernels = (
+            KernelSpec(DKV_ENTRY, arch, features, two.dkv),
+            KernelSpec(DQ_ENTRY, arch, features, two.dq),
+        )
+    ctas = num_tiles(problem, prepare_schedule.tile_m)
+    ctas = max(ctas, num_key_tiles(problem, tile_n))
     if ctas > MAX_CTAS:
         reason = f"the problem has {ctas} tiles; one launch holds {MAX_CTAS}"
         return BackwardDecision(problem, "reference", reasons=(reason,))
@@ -226,12 +255,9 @@ def decide_backward(
     )
     return BackwardDecision(
         problem,
-        "two kernels",
-        KernelSpec(PREPARE_ENTRY, arch, prepare, schedules.prepare),
-        (
-            KernelSpec(DKV_ENTRY, arch, features, schedules.dkv),
-            KernelSpec(DQ_ENTRY, arch, features, schedules.dq),
-        ),
+        "one kernel" if takes_one and not deterministic else "two kernels",
+        KernelSpec(PREPARE_ENTRY, arch, prepare, prepare_schedule),
+        kernels,
     )
 
 
