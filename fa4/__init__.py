@@ -11,6 +11,8 @@ from fa4.attention import flash_attn_func, flash_attn_varlen_func
 from fa4.checked_mode import checked
 from fa4.dispatch import Decision, FallbackWarning, UnsupportedProblemError
 from fa4.explanation import explain
+from fa4.kvcache import combine, explain_kvcache, flash_attn_with_kvcache
+from fa4.kvcache_launch import KVCacheDecision
 from fa4.problem import AttentionProblem
 from fa4.sdpa import SdpaDecision, scaled_dot_product_attention
 from fa4.versions import fa4_version
@@ -21,11 +23,15 @@ __all__ = [
     "AttentionProblem",
     "Decision",
     "FallbackWarning",
+    "KVCacheDecision",
     "SdpaDecision",
     "UnsupportedProblemError",
     "checked",
+    "combine",
     "explain",
+    "explain_kvcache",
     "flash_attn_func",
     "flash_attn_varlen_func",
+    "flash_attn_with_kvcache",
     "scaled_dot_product_attention",
 ]

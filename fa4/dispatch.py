@@ -18,6 +18,7 @@ from fa4.kernels.features import (
     PrepareFeatures,
     head_dim_class,
 )
+from fa4.kvcache_problem import KVCacheProblem
 from fa4.pipelines import sm90, sm90_backward, sm100
 from fa4.pipelines.sm90_backward import ONE_KERNEL_HEAD_DIM_MAX
 from fa4.problem import AttentionProblem
@@ -89,6 +90,16 @@ CAPABILITIES = (
         )
         for arch in ("sm_100a", "sm_103a")
     ),
+    Capability(
+        operation="kv cache",
+        arch="sm_90a",
+        dtypes=("bf16", "fp16"),
+        head_dim_max=256,
+        sink_dtypes=("fp32", "bf16", "fp16"),
+        entry="fa4.kernels.sm90.decode:compile_decode",
+    ),
+    Capability(operation="kv cache", arch="sm_100a"),
+    Capability(operation="kv cache", arch="sm_103a"),
 )
 
 # The backward pass: its row statistics; the path that sums dQ up in memory; the one that does not.
@@ -97,6 +108,12 @@ ONE_KERNEL_ENTRY = "fa4.kernels.sm90.backward:compile_backward"
 FINISH_ENTRY = "fa4.kernels.backward_finish:compile_finish"
 DKV_ENTRY = "fa4.kernels.sm90.backward_dkv:compile_dkv"
 DQ_ENTRY = "fa4.kernels.sm90.backward_dq:compile_dq"
+
+
+def capability_of(operation: str, arch: str | None) -> Capability | None:
+    """The row of the table for an operation on an architecture."""
+    rows = (c for c in CAPABILITIES if (c.operation, c.arch) == (operation, arch))
+    return next(rows, None)
 
 
 @dataclass(frozen=True)
@@ -144,7 +161,7 @@ def decide(problem: AttentionProblem, arch: str | None, device: str = "this devi
     if not problem.has_queries or not problem.has_keys:
         # Nothing to multiply: zeros and -inf, and TMA cannot describe an empty tensor.
         return Decision(problem, "reference", reasons=("there are no queries or no keys",))
-    capability = next((c for c in CAPABILITIES if c.arch == arch), None)
+    capability = capability_of("forward", arch)
     if capability is None:
         supported = ", ".join(
             f"{major}.{minor} ({ARCHITECTURE_NAMES[name]})"
@@ -312,7 +329,9 @@ def num_key_tiles(problem: AttentionProblem, tile_n: int) -> int:
     return -(-problem.seqlen_k // tile_n) * problem.heads_kv * problem.batch
 
 
-def _refusals(problem: AttentionProblem, capability: Capability) -> tuple[str, ...]:
+def _refusals(
+    problem: AttentionProblem | KVCacheProblem, capability: Capability
+) -> tuple[str, ...]:
     """Every condition of a capability that a problem does not meet, each as a clause."""
     name = ARCHITECTURE_NAMES[capability.arch]
     if not capability.dtypes:

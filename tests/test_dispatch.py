@@ -163,6 +163,7 @@ def test_c65_the_entry_of_a_kernel_exists() -> None:
     assert entry == {
         "fa4.kernels.sm90.forward:compile_forward",
         "fa4.kernels.sm100.forward:compile_forward",
+        "fa4.kernels.sm90.decode:compile_decode",
     }
     import importlib.util
 
@@ -541,13 +542,14 @@ def test_support_table_has_a_row_for_each_capability_and_hides_nothing() -> None
         assert capability.arch in row["architecture"]
         if not capability.dtypes:
             assert row["dtypes"] == "not built yet"
+        if not capability.dtypes and capability.operation == "forward":
             assert decide(PLAIN, capability.arch).kernel is None
 
 
 def test_support_table_and_decide_agree() -> None:
     """Each entry of a row is answered, and what is just outside of it is not."""
     for row, capability in zip(support_table(), CAPABILITIES, strict=True):
-        if row["dtypes"] == "not built yet":
+        if row["dtypes"] == "not built yet" or capability.operation != "forward":
             continue
         found = re.fullmatch(r"multiples of (\d+) up to (\d+), each", row["head_dim, head_dim_v"])
         assert found is not None

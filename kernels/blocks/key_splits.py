@@ -1,0 +1,338 @@
+"""How the keys of a batch are divided among CTAs: whole tiles, equal splits, or equal shares.
+
+A tile is the packed query rows of one key head that are computed together (`gqa_packing`). Its
+keys are visited by one CTA or by several, whose partial results `kernels.combine` merges.
+
+    fixed     each tile's blocks are cut into num_splits parts of equal length. A part depends on
+              its own sequence only, so results do not depend on the rest of the batch
+    balanced  one tile a sequence and key head. All blocks of all tiles form one list, cut into as
+              many equal shares as there are CTAs: every CTA reads the same number of keys, however
+              ragged the batch. A CTA then holds whole tiles, and at most two parts: of its first
+              and of its last tile (stream-K: Osama et al. 2023)
+
+Lengths are read on the device, by every warp that needs them.
+"""
+
+from typing import NamedTuple, Optional
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Boolean, Float32, Int32, const_expr
+
+from fa4.kernels.blocks.gqa_packing import Sequence, divide, packed_range
+
+WARP = 32
+
+
+class Call(NamedTuple):
+    """Run-time arguments of a launch.
+
+    cu_seqlens_q    (batch + 1,) where queries are packed
+    cache_seqlens   (batch,) positions in use before new keys are appended
+    cu_seqlens_new  (batch + 1,) where new keys are packed
+    leftpad         (batch,) first position in use
+    rows_q          extent of the row mode of q
+    new_rows        new keys of each sequence, where they are not packed
+    group           query heads a key head
+    num_m_blocks    tiles of one sequence and key head; slots of all sequences where packed
+    num_tiles       tiles of all sequences and key heads (fixed)
+    num_splits      parts of each tile (fixed)
+    num_ctas        CTAs of the launch (balanced)
+    slot_rows       rows of a partial result
+    left, right     window bounds, read only by kernels that have them
+    fills_padding   whether output rows of padding are set to 0
+    stores_lse      whether the LSE is wanted
+    """
+
+    cu_seqlens_q: Optional[cute.Tensor]
+    cache_seqlens: cute.Tensor
+    cu_seqlens_new: Optional[cute.Tensor]
+    leftpad: Optional[cute.Tensor]
+    batch: Int32
+    rows_q: Int32
+    new_rows: Int32
+    heads_kv: Int32
+    group: Int32
+    num_m_blocks: Int32
+    num_tiles: Int32
+    num_splits: Int32
+    num_ctas: Int32
+    slot_rows: Int32
+    softmax_scale: Float32
+    softcap: Float32
+    left: Int32
+    right: Int32
+    fills_padding: Int32
+    stores_lse: Int32
+
+
+class Tile(NamedTuple):
+    """Packed rows [m_block * tile_m, ...) of one sequence and key head."""
+
+    batch_idx: Int32
+    head_kv: Int32
+    m_block: Int32
+
+
+class Segment(NamedTuple):
+    """What a CTA does at a stretch.
+
+    first, end  key blocks of the tile to attend to
+    slot        where the partial result goes; -1: all keys of the tile are here
+    """
+
+    tile: Tile
+    sequence: Sequence
+    first: Int32
+    end: Int32
+    slot: Int32
+
+
+class Entry(NamedTuple):
+    """Where the units of a batch entry lie in the list of all units (balanced).
+
+    base   its first unit
+    units  of each of its heads_kv tiles; a tile without keys has one, for its output
+    """
+
+    batch_idx: Int32
+    base: Int32
+    units: Int32
+
+
+class SplitTile(NamedTuple):
+    """Where the ``count`` partial results of a tile lie: slots first, second, second + step, ..."""
+
+    tile: Tile
+    sequence: Sequence
+    count: Int32
+    first: Int32
+    second: Int32
+    step: Int32
+
+
+class KeySplits:
+    """The division for one kernel, by its compile-time features and schedule."""
+
+    def __init__(self, features, schedule):
+        self.features = features
+        self.schedule = schedule
+
+    @cute.jit
+    def sequence(self, batch_idx: Int32, call: Call):
+        """Queries and keys of a batch entry."""
+        q_start = Int32(0)
+        q_rows = call.rows_q
+        if const_expr(call.cu_seqlens_q is not None):
+            q_start = call.cu_seqlens_q[batch_idx]
+            q_rows = call.cu_seqlens_q[batch_idx + 1] - q_start
+        end_k = call.cache_seqlens[batch_idx]
+        if const_expr(call.cu_seqlens_new is not None):
+            end_k = end_k + call.cu_seqlens_new[batch_idx + 1] - call.cu_seqlens_new[batch_idx]
+        else:
+            end_k = end_k + call.new_rows
+        begin_k = Int32(0)
+        if const_expr(call.leftpad is not None):
+            begin_k = call.leftpad[batch_idx]
+        return Sequence(q_start, q_rows, begin_k, end_k)
+
+    @cute.jit
+    def keys(self, m_block: Int32, sequence: Sequence, call: Call):
+        """What a tile sees: a `gqa_packing.PackedRange`."""
+        return packed_range(
+            m_block,
+            call.group,
+            sequence,
+            call.left,
+            call.right,
+            self.features.has_left_bound,
+            self.features.has_right_bound,
+            self.schedule.tile_m,
+            self.schedule.tile_n,
+        )
+
+    # -- fixed -----------------------------------------------------------------
+    @cute.jit
+    def tile(self, tile_idx: Int32, call: Call):
+        """The tile of an index; a slot of no tile has m_block past the rows of its sequence.
+
+        All lanes of a warp must call it together.
+        """
+        rest = divide(tile_idx, call.num_m_blocks)
+        m_block = tile_idx - rest * call.num_m_blocks
+        if const_expr(call.cu_seqlens_q is not None):
+            batch_idx, m_block = self.find_slot(m_block, call)
+            return Tile(batch_idx, rest, m_block)
+        if const_expr(self.features.has_right_bound):
+            m_block = call.num_m_blocks - 1 - m_block  # what sees most keys comes first
+        batch_idx = divide(rest, call.heads_kv)
+        return Tile(batch_idx, rest - batch_idx * call.heads_kv, m_block)
+
+    @cute.jit
+    def find_slot(self, slot: Int32, call: Call):
+        """(batch entry, m_block) of a slot of packed queries.
+
+        Entry b has the slots from cu_seqlens_q[b] * group // tile_m + b on: at least as many as it
+        has tiles, and known without a sum (see `tile_order.num_slots`). The last entry also gets
+        the slots that are left over.
+        """
+        cu_seqlens = call.cu_seqlens_q
+        tile_m = self.schedule.tile_m
+        lane = cute.arch.lane_idx()
+        first = Int32(0)
+        end = Int32(call.batch)
+        while end - first > 1:
+            step = (end - first + WARP - 1) // WARP
+            probe = first + lane * step
+            reached = Boolean(False)
+            if probe < end:
+                reached = divide(cu_seqlens[probe] * call.group, tile_m) + probe <= slot
+            # Lane 0 always holds; the first slots rise, so the lanes that hold come first.
+            last = cute.arch.popc(cute.arch.vote_ballot_sync(reached)) - 1
+            first = first + last * step
+            end = cutlass.min(end, first + step)
+        return first, slot - divide(cu_seqlens[first] * call.group, tile_m) - first
+
+    @cute.jit
+    def fixed_segment(self, item: Int32, call: Call):
+        """Part ``item % num_splits`` of tile ``item // num_splits``."""
+        tile_idx = item
+        split = Int32(0)
+        slot = Int32(-1)
+        if const_expr(self.schedule.merges):
+            tile_idx = divide(item, call.num_splits)
+            split = item - tile_idx * call.num_splits
+            slot = item
+        tile = self.tile(tile_idx, call)
+        sequence = self.sequence(tile.batch_idx, call)
+        keys = self.keys(tile.m_block, sequence, call)
+        first = keys.first
+        end = keys.end
+        if const_expr(self.schedule.merges):
+            length = divide(keys.end - keys.first + call.num_splits - 1, call.num_splits)
+            first = cutlass.min(keys.first + split * length, keys.end)
+            end = cutlass.min(first + length, keys.end)
+        return Segment(tile, sequence, first, end, slot)
+
+    # -- balanced --------------------------------------------------------------
+    @cute.jit
+    def units(self, batch_idx: Int32, call: Call):
+        """Units of each tile of a batch entry; 0 past the last entry."""
+        units = Int32(0)
+        if batch_idx < call.batch:
+            sequence = self.sequence(batch_idx, call)
+            keys = self.keys(Int32(0), sequence, call)
+            units = cutlass.max(keys.end - keys.first, 1)
+        return units
+
+    @cute.jit
+    def total_units(self, call: Call):
+        """Units of all tiles. All lanes of a warp must call it together."""
+        mine = Int32(0)
+        for chunk in cutlass.range(0, call.batch, WARP, unroll=1):
+            mine = mine + self.units(chunk + cute.arch.lane_idx(), call)
+        for i in cutlass.range_constexpr(5):
+            mine = mine + cute.arch.shuffle_sync_bfly(mine, offset=1 << i)
+        return mine * call.heads_kv
+
+    @cute.jit
+    def share(self, cta: Int32, total: Int32, call: Call):
+        """First unit of a CTA: the first total % num_ctas of them do one more than the others."""
+        length = divide(total, call.num_ctas)
+        return cta * length + cutlass.min(cta, total - length * call.num_ctas)
+
+    @cute.jit
+    def owner(self, unit: Int32, total: Int32, call: Call):
+        """The CTA whose share holds a unit below ``total``."""
+        length = divide(total, call.num_ctas)
+        longer = total - length * call.num_ctas
+        in_longer = longer * (length + 1)
+        cta = divide(unit, length + 1)
+        if unit >= in_longer:
+            cta = longer + divide(unit - in_longer, cutlass.max(length, 1))
+        return cta
+
+    @cute.jit
+    def find_entry(self, unit: Int32, call: Call):
+        """The entry that holds a unit below the total. All lanes of a warp must call it."""
+        lane = cute.arch.lane_idx()
+        batch_idx = Int32(0)
+        base = Int32(0)
+        units = Int32(1)
+        chunk = Int32(0)
+        is_found = Boolean(False)
+        while (chunk < call.batch) & (not is_found):
+            mine = self.units(chunk + lane, call)
+            sum_to_here = mine * call.heads_kv
+            for i in cutlass.range_constexpr(5):
+                before = cute.arch.shuffle_sync_up(sum_to_here, offset=1 << i, mask_and_clamp=0)
+                sum_to_here = sum_to_here + (before if lane >= 1 << i else 0)
+            passed = cute.arch.popc(cute.arch.vote_ballot_sync(base + sum_to_here <= unit))
+            if passed < WARP:
+                is_found = Boolean(True)
+                batch_idx = chunk + passed
+                units = cute.arch.shuffle_sync(mine, offset=passed)
+                base = base + cute.arch.shuffle_sync(sum_to_here, offset=passed)
+                base = base - units * call.heads_kv
+            else:
+                base = base + cute.arch.shuffle_sync(sum_to_here, offset=WARP - 1)
+            chunk = chunk + WARP
+        return Entry(batch_idx, base, units)
+
+    @cute.jit
+    def balanced_segment(self, entry: Entry, unit: Int32, stop: Int32, cta: Int32, call: Call):
+        """(segment from ``unit`` on, number of its units); the CTA's share ends at ``stop``."""
+        head_kv = divide(unit - entry.base, entry.units)
+        begin = unit - entry.base - head_kv * entry.units
+        length = cutlass.min(entry.units - begin, stop - unit)
+        sequence = self.sequence(entry.batch_idx, call)
+        keys = self.keys(Int32(0), sequence, call)
+        first = keys.first + begin
+        # The unit of a tile without keys is no block.
+        end = cutlass.min(first + length, keys.end)
+        slot = 2 * cta + Int32(cutlass.select_(begin == 0, Int32(1), Int32(0)))
+        slot = Int32(cutlass.select_(length == entry.units, Int32(-1), slot))
+        tile = Tile(entry.batch_idx, head_kv, Int32(0))
+        return Segment(tile, sequence, first, end, slot), length
+
+    @cute.jit
+    def next_entry(self, entry: Entry, unit: Int32, call: Call):
+        """The entry that holds ``unit``, which is in this one or the first of the next."""
+        batch_idx = entry.batch_idx
+        base = entry.base
+        units = entry.units
+        if unit >= base + units * call.heads_kv:
+            batch_idx = batch_idx + 1
+            base = unit
+            units = cutlass.max(self.units(batch_idx, call), 1)
+        return Entry(batch_idx, base, units)
+
+    # -- what has to be merged ---------------------------------------------------
+    @cute.jit
+    def parts(self, index: Int32, call: Call):
+        """Tile ``index`` (fixed), or what CTA index + 1 is the first to continue (balanced).
+
+        All lanes of a warp must call it. The count is 0 where there is no such tile.
+        """
+        if const_expr(not self.schedule.is_balanced):
+            tile = self.tile(index, call)
+            sequence = self.sequence(tile.batch_idx, call)
+            count = call.num_splits
+            if tile.m_block * self.schedule.tile_m >= sequence.q_rows * call.group:
+                count = Int32(0)
+            first = index * call.num_splits
+            return SplitTile(tile, sequence, count, first, first + 1, Int32(1))
+        total = self.total_units(call)
+        cta = index + 1
+        unit = self.share(cta, total, call)
+        entry = Entry(Int32(0), Int32(0), Int32(1))
+        if unit < total:
+            entry = self.find_entry(unit, call)
+        head_kv = divide(unit - entry.base, entry.units)
+        start = entry.base + head_kv * entry.units
+        sequence = self.sequence(entry.batch_idx, call)
+        count = Int32(0)
+        if (unit < total) & (unit > start) & (self.share(index, total, call) <= start):
+            count = self.owner(start + entry.units - 1, total, call) - index + 1
+        tile = Tile(entry.batch_idx, head_kv, Int32(0))
+        return SplitTile(tile, sequence, count, 2 * index + 1, 2 * cta, Int32(2))
