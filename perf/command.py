@@ -163,7 +163,7 @@ def measure(
         if name in times:
             row |= time_columns(times[name], times.get(OURS))
             row["difference"] = differences.get(name)
-            row |= state_columns(sampler and sampler.over(times[name].intervals))
+            row |= state_columns(sampler.over(times[name].intervals) if sampler else None)
         rows.append(row | {"note": notes.get(name, "")})
     return rows
 

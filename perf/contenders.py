@@ -77,6 +77,7 @@ class Fa4:
             cache_seqlens=inputs.cache_seqlens,
             page_table=inputs.page_table,
             causal=True,
+            backend="fa4",
         )
 
 
@@ -290,16 +291,19 @@ class Sdpa:
         is_grouped = case.heads_q != case.heads_kv
 
         def plain(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            heads_first = (t.transpose(1, 2) for t in (q, k, v))
-            return F.scaled_dot_product_attention(
-                *heads_first, is_causal=causal, enable_gqa=is_grouped
-            ).transpose(1, 2)
+            q, k, v = (t.transpose(1, 2) for t in (q, k, v))
+            out = F.scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=is_grouped)
+            return out.transpose(1, 2)
+
+        if self.backend is None:
+            return plain
+        backend = self.backend
 
         def held(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            with sdpa_kernel(self.backend):
+            with sdpa_kernel(backend):
                 return plain(q, k, v)
 
-        return plain if self.backend is None else held
+        return held
 
 
 class CudnnFrontend:
@@ -443,6 +447,8 @@ class FlexAttention:
         from torch.nn.attention import flex_attention
 
         self.module: Any = flex_attention
+        # Past the limit torch would run the next shape uncompiled, in quadratic memory.
+        torch._dynamo.config.recompile_limit = 1000
         self.compiled: Any = torch.compile(flex_attention.flex_attention, dynamic=False)
         self.version = f"torch {torch.__version__}"
 

@@ -7,6 +7,7 @@ where that is known to fit; elsewhere its scores are computed, not measured, and
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -67,11 +68,11 @@ def main() -> None:
         inputs = cases.make_inputs(case, "cuda")
         q, k, v = inputs.q, inputs.k, inputs.v
         common = case.row() | {"inputs_gib": cases.input_bytes(case) / GIB}
-        ours = peak_bytes(lambda q=q, k=k, v=v: fa4.flash_attn_func(q, k, v, backend="fa4"))
+        ours = peak_bytes(functools.partial(fa4.flash_attn_func, q, k, v, backend="fa4"))
         rows.append(common | {"contender": "fa4", "peak_gib": ours / GIB, "note": "measured"})
         free, _ = torch.cuda.mem_get_info()
         if 2.5 * scores_bytes(case) < free:
-            peak = peak_bytes(lambda q=q, k=k, v=v: eager(q, k, v))
+            peak = peak_bytes(functools.partial(eager, q, k, v))
             row = {"peak_gib": peak / GIB, "note": "measured"}
         else:
             row = {"peak_gib": 2 * scores_bytes(case) / GIB, "note": "computed: two score tensors"}

@@ -248,12 +248,12 @@ def test_fa4_is_called_on_every_operation(monkeypatch: pytest.MonkeyPatch) -> No
         with pytest.raises(fa4.UnsupportedProblemError):
             call()
 
-    def flash_attn_with_kvcache(q, k_cache, v_cache, *, cache_seqlens, page_table, causal):
+    def by_reference(q, k_cache, v_cache, *, cache_seqlens, page_table, causal, backend):
+        assert causal
+        assert backend == "fa4"
         return with_cache(q, k_cache, v_cache, cache_seqlens, page_table)
 
-    monkeypatch.setattr(
-        fa4, "flash_attn_with_kvcache", flash_attn_with_kvcache, raising=False
-    )  # fmt: skip
+    monkeypatch.setattr(fa4, "flash_attn_with_kvcache", by_reference, raising=False)
     for case in (CACHE, PAGES):
         inputs = make_inputs(case, "cpu")
         assert_computes(ours.decode(case, inputs), case, inputs)
