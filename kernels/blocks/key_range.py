@@ -16,7 +16,8 @@ class KeyRange(NamedTuple):
     diagonal       key on the causal diagonal of query 0: row i is aligned with key i + diagonal
     first, end     the blocks [first, end) hold every key a row of the tile sees
     clear_first    the blocks [clear_first, clear_end) are seen whole by every row; the others
-    clear_end      need a mask
+    clear_end      need a mask. Every row that sees a key sees one behind clear_end * tile_n, or
+                   in the last block: it has a running maximum before it meets a clear block
     """
 
     origin: Int32
@@ -59,7 +60,8 @@ def key_range(
     clear_keys = length
     if const_expr(has_right):
         seen_end = cutlass.min(seen_end, last_row + diagonal + right + 1)
-        clear_keys = cutlass.min(clear_keys, first_row + diagonal + right + 1)
+        # One less than the first row sees: its last key is left for a block with a mask.
+        clear_keys = cutlass.min(clear_keys, first_row + diagonal + right)
     end = (cutlass.max(seen_end, 0) + tile_n - 1) // tile_n
     first = Int32(0)
     clear_first = Int32(0)

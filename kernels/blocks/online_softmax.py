@@ -10,6 +10,10 @@ LOG2_E = math.log2(math.e)
 LN_2 = math.log(2.0)
 LANES_A_ROW = 4  # neighbouring lanes that hold one row of an accumulator
 
+# Largest sum of a tile's probabilities, of one thread and row, against a kept reference. Each of
+# them is then a finite fp16 number, too.
+EXCESS_MAX = 2.0**15
+
 
 @cute.jit
 def soft_cap(scores: cute.Tensor, scale: Float32, cap: Float32):
@@ -104,6 +108,61 @@ def online_softmax_step(
             row_sum[r] = probabilities.reduce(cute.ReductionOp.ADD, row_sum[r] * rescale[r], 0)
         row_max[r] = highest
         scores[r, None].store(probabilities)
+
+
+@cute.jit
+def kept_reference_step(
+    scores: cute.Tensor, row_max: cute.Tensor, tile_sum: cute.Tensor, scale_log2: Float32
+):
+    """Exponentiate one score tile against the row maxima that earlier tiles left.
+
+    scores      (rows, columns) fp32 registers, unscaled; overwritten with exp2(scale_log2 *
+                (score - row_max)), which may be above 1
+    row_max     (rows,) what is subtracted: finite, or the sums become infinite or NaN
+    tile_sum    (rows,) out: this thread's part of the row sums of this tile alone
+    scale_log2  softmax scale times log2(e), positive
+
+    Softmax needs a reference near the row's maximum, not the maximum: output and sum scale
+    together, and fp32 and bf16 hold any excess of it up to 2^127. So most tiles need neither a
+    maximum, whose chain of comparisons and shuffles nothing else can hide, nor a rescaling of the
+    output. Where a tile_sum is above `EXCESS_MAX`, `raise_reference` must follow.
+    """
+    for r in cutlass.range_constexpr(cute.size(scores, mode=[0])):
+        row = scores[r, None].load()
+        probabilities = cute.math.exp2(row * scale_log2 - row_max[r] * scale_log2, fastmath=True)
+        tile_sum[r] = probabilities.reduce(cute.ReductionOp.ADD, Float32(0.0), 0)
+        scores[r, None].store(probabilities)
+
+
+@cute.jit
+def raise_reference(
+    probabilities: cute.Tensor,
+    row_max: cute.Tensor,
+    row_sum: cute.Tensor,
+    tile_sum: cute.Tensor,
+    out: cute.Tensor,
+    scale_log2: Float32,
+):
+    """Make the largest score of a tile the reference of its row, after `kept_reference_step`.
+
+    All lanes of a warp must call it. Rows without a probability above 1 are left as they are.
+    What overflowed fp32 becomes NaN, which the row's sum will show.
+    """
+    for r in cutlass.range_constexpr(cute.size(probabilities, mode=[0])):
+        top = Float32(1.0)
+        for c in cutlass.range_constexpr(cute.size(probabilities, mode=[1])):
+            top = cute.arch.fmax(top, probabilities[r, c])
+        top = cute.arch.fmax(top, cute.arch.shuffle_sync_bfly(top, offset=1))
+        top = cute.arch.fmax(top, cute.arch.shuffle_sync_bfly(top, offset=2))
+        grown_log2 = cute.math.log2(top, fastmath=True)
+        raised = row_max[r] + grown_log2 * cute.arch.rcp_approx(scale_log2)
+        # From the rounded references, so that tiles before and after agree.
+        factor = cute.math.exp2((row_max[r] - raised) * scale_log2, fastmath=True)
+        row_max[r] = raised
+        row_sum[r] = row_sum[r] * factor
+        tile_sum[r] = tile_sum[r] * factor
+        probabilities[r, None].store(probabilities[r, None].load() * factor)
+        out[r, None].store(out[r, None].load() * factor)
 
 
 @cute.jit

@@ -25,7 +25,13 @@ Hand-offs (all `PipelineTmaAsync`)
        warp of every warpgroup as soon as the matmul that reads it is done
 
 Blocks are visited from the last to the first, so that the masked ones (sequence end, diagonal)
-come first and the loop over whole blocks carries no mask code.
+come first and the loop over whole blocks carries no mask code. The masked ones find the rows'
+maxima by online softmax; the whole ones keep these as reference (`online_softmax.
+kept_reference_step`), and raise them only where probabilities become large. Should a sum or an
+output overflow fp32 all the same (a score e^88 times as likely as the reference in one block), the
+CTA does that tile again with online softmax throughout: every `TILES_A_ROUND` tiles, load and
+attend meet and go through the tiles that are marked. What a tile goes through depends on its own
+data alone.
 
 Run on H200s: docs/gpu_runs.md.
 """
@@ -46,10 +52,13 @@ from cutlass.memory import SmemAllocator
 from fa4.kernels.blocks import accumulator, global_view
 from fa4.kernels.blocks.key_range import KeyRange, key_range
 from fa4.kernels.blocks.online_softmax import (
+    EXCESS_MAX,
     LOG2_E,
     finish_row,
+    kept_reference_step,
     mask_scores,
     online_softmax_step,
+    raise_reference,
     scale_rows,
     scale_scores,
     soft_cap,
@@ -60,6 +69,7 @@ from fa4.kernels.features import ForwardFeatures
 from fa4.pipelines.sm90 import WARPGROUP, ForwardSchedule
 
 ROWS = 64  # query rows of a warpgroup: M of one wgmma
+TILES_A_ROUND = 32  # bits of a word of marks
 DTYPES = {"bf16": BFloat16, "fp16": Float16, "fp32": Float32}
 
 
@@ -68,6 +78,7 @@ class Barrier(IntEnum):
 
     TURN = 1
     EPILOGUE = 4
+    ROUND = 7
 
 
 class Tma(NamedTuple):
@@ -114,6 +125,27 @@ class Work(NamedTuple):
     q: SequenceBounds
     k: SequenceBounds
     keys: KeyRange
+
+
+class Progress(NamedTuple):
+    """Where a role is in its round of tiles; the same in every role of a CTA.
+
+    first      tile index of the round's first tile
+    number     of the round, from 0
+    tiles      bit i: tile first + i * CTAs is still to do
+    is_repeat  1 in the second pass, over the marked tiles
+    """
+
+    first: Int32
+    number: Int32
+    tiles: Int32
+    is_repeat: Int32
+
+
+@cute.jit
+def lowest_bit(word: Int32):
+    """Index of the lowest bit that is set."""
+    return cute.arch.popc((word & -word) - 1)
 
 
 class Rings(NamedTuple):
@@ -258,6 +290,7 @@ class HopperForward:
             q_barriers: cute.struct.MemRange[cutlass.Int64, 2 * warpgroups]
             k_barriers: cute.struct.MemRange[cutlass.Int64, 2 * schedule.stages]
             v_barriers: cute.struct.MemRange[cutlass.Int64, 2 * schedule.stages]
+            marks: cute.struct.MemRange[Int32, 2]
             sQ: cute.struct.Align[
                 cute.struct.MemRange[self.dtype, warpgroups * schedule.q_slab], 1024
             ]
@@ -361,6 +394,11 @@ class HopperForward:
         else:
             sO = storage.sO.get_tensor(sO_layout.outer, swizzle=sO_layout.inner)
 
+        marks = storage.marks.get_tensor(cute.make_layout(2))
+        if warp_idx == 0:
+            marks[0] = 0
+            marks[1] = 0
+
         warps = 4 * schedule.consumer_warpgroups
         # With O in Q's slab, the warp that stored O gives the slab back, alone.
         q_releases = 1 if schedule.o_shares_q else 4
@@ -375,10 +413,10 @@ class HopperForward:
         if warp_idx < 4:
             cute.arch.setmaxregister_decrease(schedule.producer_registers)
             if warp_idx == 0:
-                self.load(q_tma, k_tma, v_tma, sQ, sK, sV, rings, call)
+                self.load(q_tma, k_tma, v_tma, sQ, sK, sV, rings, marks, call)
         else:
             cute.arch.setmaxregister_increase(schedule.consumer_registers)
-            self.attend(mma_qk, mma_pv, o_tma, mLSE, mSink, sQ, sK, sVt, sO, rings, call)
+            self.attend(mma_qk, mma_pv, o_tma, mLSE, mSink, sQ, sK, sVt, sO, rings, marks, call)
 
     def with_slabs(self, layout: cute.Layout, slab: int):
         """(rows, dim, warpgroups) with the warpgroups' slabs ``slab`` elements apart."""
@@ -443,6 +481,74 @@ class HopperForward:
         return Work(tile, q, k, keys)
 
     @cute.jit
+    def first_round(self, call: Call):
+        """The CTA's first round of tiles."""
+        return self.round_from(Int32(cute.arch.block_idx()[0]), Int32(0), call)
+
+    @cute.jit
+    def round_from(self, first: Int32, number: Int32, call: Call):
+        """Round ``number``, of tiles ``first``, first + CTAs, ...; no tiles behind the last one."""
+        tiles = Int32(1) if first < call.num_tiles else Int32(0)
+        if const_expr(self.schedule.is_persistent):
+            left = call.num_tiles - first
+            count = (left + cute.arch.grid_dim()[0] - 1) // cute.arch.grid_dim()[0]
+            tiles = (Int32(1) << cutlass.max(count, 0)) - 1
+            if count >= TILES_A_ROUND:
+                tiles = Int32(-1)
+        return Progress(first, number, tiles, Int32(0))
+
+    @cute.jit
+    def tile_of(self, progress: Progress):
+        """Index of the tile that comes next in a round."""
+        return progress.first + lowest_bit(progress.tiles) * cute.arch.grid_dim()[0]
+
+    @cute.jit
+    def next_tile(
+        self,
+        progress: Progress,
+        marks: cute.Tensor,
+        call: Call,
+        is_load: cutlass.Constexpr[bool],
+    ):
+        """Go on to the next tile; at the end of a round first to those that must be repeated."""
+        schedule = self.schedule
+        first, number, is_repeat = progress.first, progress.number, progress.is_repeat
+        tiles = progress.tiles & (progress.tiles - 1)
+        if tiles == 0:
+            if is_repeat == 0:
+                # Every warpgroup has done its part of the round and marked it.
+                barrier = pipeline.NamedBarrier(
+                    barrier_id=Barrier.ROUND, num_threads=32 + schedule.threads - WARPGROUP
+                )
+                barrier.arrive_and_wait()
+                word = number % 2
+                tiles = cute.arch.make_warp_uniform(marks[word])
+                is_repeat = Int32(1)
+                if const_expr(schedule.is_persistent):
+                    # The other word has been read by all, and is used from the next round on.
+                    if const_expr(is_load):
+                        marks[1 - word] = 0
+                    barrier.arrive_and_wait()
+            if const_expr(schedule.is_persistent):
+                if tiles == 0:
+                    step = TILES_A_ROUND * cute.arch.grid_dim()[0]
+                    following = self.round_from(first + step, number + 1, call)
+                    first, number, tiles, is_repeat = following
+        return Progress(first, number, tiles, is_repeat)
+
+    @cute.jit
+    def mark_overflow(self, regs: Fragments, progress: Progress, marks: cute.Tensor):
+        """Mark a tile for repetition if a sum or an output of this thread is infinite or NaN."""
+        excess = regs.row_sum[0] * 0.0 + regs.row_sum[1] * 0.0
+        for i in cutlass.range_constexpr(cute.size(regs.out)):
+            excess = regs.out[i] * 0.0 + excess
+        if progress.is_repeat == 0:
+            # NaN compares unequal to everything.
+            if cute.arch.vote_any_sync(excess != 0.0):
+                mark = marks.iterator + progress.number % 2
+                cute.arch.atomic_or(mark, progress.tiles & -progress.tiles, scope="cta")
+
+    @cute.jit
     def load(
         self,
         q_tma: Tma,
@@ -452,6 +558,7 @@ class HopperForward:
         sK: cute.Tensor,
         sV: cute.Tensor,
         rings: Rings,
+        marks: cute.Tensor,
         call: Call,
     ):
         """Warp 0: request Q, and K and V block by block, as far ahead as buffers are free.
@@ -462,9 +569,9 @@ class HopperForward:
         warpgroups, stages = schedule.consumer_warpgroups, schedule.stages
         blocks_loaded = Int32(0)
         tiles_loaded = Int32(0)
-        tile_idx = cute.arch.block_idx()[0]
-        while tile_idx < call.num_tiles:
-            work = self.locate(tile_idx, call)
+        progress = self.first_round(call)
+        while progress.tiles != 0:
+            work = self.locate(self.tile_of(progress), call)
             tile, keys = work.tile, work.keys
             if tile.m_block * schedule.tile_m < work.q.rows:
                 gQ = self.query_tiles(q_tma, work, work.q.length, schedule.head_dim)
@@ -488,7 +595,7 @@ class HopperForward:
                     self.load_block(v_tma, gV, sV, rings.v, keys.first, state)
                 blocks_loaded = blocks_loaded + num_blocks
                 tiles_loaded = tiles_loaded + 1
-            tile_idx = tile_idx + cute.arch.grid_dim()[0]
+            progress = self.next_tile(progress, marks, call, True)
         # No tail: barriers are this CTA's own, and its shared memory lives until its last warp.
 
     def query_tiles(self, tma: Tma, work: Work, length: Int32, dim: int):
@@ -543,6 +650,7 @@ class HopperForward:
         sVt: cute.Tensor,
         sO: cute.Tensor,
         rings: Rings,
+        marks: cute.Tensor,
         call: Call,
     ):
         """Consumer warpgroups: scores, softmax, P V and output of 64 query rows each.
@@ -576,9 +684,9 @@ class HopperForward:
 
         blocks_read = Int32(0)
         tiles_read = Int32(0)
-        tile_idx = cute.arch.block_idx()[0]
-        while tile_idx < call.num_tiles:
-            work = self.locate(tile_idx, call)
+        progress = self.first_round(call)
+        while progress.tiles != 0:
+            work = self.locate(self.tile_of(progress), call)
             keys = work.keys
             first_row = work.tile.m_block * schedule.tile_m
             if first_row < work.q.rows:
@@ -591,14 +699,26 @@ class HopperForward:
                 regs.row_sum.fill(0.0)
                 if keys.first < keys.end:
                     blocks_read = self.attend_keys(
-                        mma_qk, mma_pv, regs, rings, place, keys, call, blocks_read
+                        mma_qk, mma_pv, regs, rings, place, keys, progress, call, blocks_read
                     )
                 if const_expr(not schedule.o_shares_q):
                     rings.q.consumer_release(q_state)
                 self.normalise(mLSE, mSink, regs, place, work, call)
-                self.store_output(mma_pv, o_tma, regs.out, sO, rings.q, q_state, place, work, call)
+                self.mark_overflow(regs, progress, marks)
+                self.store_output(
+                    mma_pv,
+                    o_tma,
+                    regs.out,
+                    sO,
+                    rings.q,
+                    q_state,
+                    place,
+                    work,
+                    progress.is_repeat,
+                    call,
+                )
                 tiles_read = tiles_read + 1
-            tile_idx = tile_idx + cute.arch.grid_dim()[0]
+            progress = self.next_tile(progress, marks, call, False)
         # Shared memory has to outlive the copies that read it.
         cute.arch.cp_async_bulk_wait_group(0, read=True)
 
@@ -615,6 +735,7 @@ class HopperForward:
         rings: Rings,
         place: Place,
         keys: KeyRange,
+        progress: Progress,
         call: Call,
         blocks_read: Int32,
     ):
@@ -639,16 +760,18 @@ class HopperForward:
         accumulator.round_into(regs.probabilities, regs.scores)
 
         # What is left, in the order of visiting: [clear_end, rest) masked by the right bound,
-        # [clear_first, clear_end) whole, [first, clear_first) masked by the left bound.
+        # [clear_first, clear_end) whole, [first, clear_first) masked by the left bound. A tile
+        # that is repeated goes through all of it as if masked.
         rest = keys.end - 1
         clear_end = cutlass.min(keys.clear_end, rest)
+        if progress.is_repeat != 0:
+            clear_end = keys.first
         clear_first = cutlass.min(keys.clear_first, clear_end)
         step = (mma_qk, mma_pv, regs, rings, place, keys, call)
-        if const_expr(features.has_right_bound):
-            for i in cutlass.range(rest - clear_end, unroll=1):
-                self.block_step(*step, rest - 1 - i, blocks_read + i, is_masked=True)
-            blocks_read = blocks_read + (rest - clear_end)
-            rest = clear_end
+        for i in cutlass.range(rest - clear_end, unroll=1):
+            self.block_step(*step, rest - 1 - i, blocks_read + i, is_masked=True)
+        blocks_read = blocks_read + (rest - clear_end)
+        rest = clear_end
         for i in cutlass.range(rest - clear_first, unroll=1):
             self.block_step(*step, rest - 1 - i, blocks_read + i, is_masked=False)
         blocks_read = blocks_read + (rest - clear_first)
@@ -687,23 +810,40 @@ class HopperForward:
         k_state = self.stage_at(blocks_read + 1, schedule.stages, False)
         v_state = self.stage_at(blocks_read, schedule.stages, False)
         p = accumulator.as_operand_a(regs.probabilities)
-        rings.k.consumer_wait(k_state)
+        # Both at once: each look at a barrier takes some fifty cycles to answer.
+        k_arrived = rings.k.consumer_try_wait(k_state)
+        v_arrived = rings.v.consumer_try_wait(v_state)
+        rings.k.consumer_wait(k_state, k_arrived)
         if const_expr(schedule.takes_turns):
             self.turn(place.warpgroup).arrive_and_wait()
         self.matmul(mma_qk, regs.scores, regs.q, regs.k[None, None, None, k_state.index], False)
-        rings.v.consumer_wait(v_state)
+        rings.v.consumer_wait(v_state, v_arrived)
         self.matmul(mma_pv, regs.out, p, regs.v[None, None, None, v_state.index], True)
         if const_expr(schedule.takes_turns):
             self.turn((place.warpgroup + 1) % schedule.consumer_warpgroups).arrive()
         warpgroup.wait_group(1)
         rings.k.consumer_release(k_state)
-        self.softmax(regs, place, keys, call, n_block, is_first=False, is_masked=is_masked)
-        warpgroup.wait_group(0)
-        rings.v.consumer_release(v_state)
-        # Before the output is scaled: conversions run at half rate, and the multiplications that
-        # follow fill the gaps.
-        accumulator.round_into(regs.probabilities, regs.scores)
-        scale_rows(accumulator.by_row(regs.out), regs.rescale)
+        if const_expr(is_masked):
+            self.softmax(regs, place, keys, call, n_block, is_first=False, is_masked=True)
+            warpgroup.wait_group(0)
+            rings.v.consumer_release(v_state)
+            # Before the output is scaled: conversions run at half rate, and the multiplications
+            # that follow fill the gaps.
+            accumulator.round_into(regs.probabilities, regs.scores)
+            scale_rows(accumulator.by_row(regs.out), regs.rescale)
+        else:
+            self.transform(regs.scores, call)
+            scores, out = accumulator.by_row(regs.scores), accumulator.by_row(regs.out)
+            tile_sum = cute.make_rmem_tensor(2, Float32)
+            scale_log2 = self.scale_log2(call)
+            kept_reference_step(scores, regs.row_max, tile_sum, scale_log2)
+            warpgroup.wait_group(0)
+            rings.v.consumer_release(v_state)
+            if cute.arch.vote_any_sync((tile_sum[0] > EXCESS_MAX) | (tile_sum[1] > EXCESS_MAX)):
+                raise_reference(scores, regs.row_max, regs.row_sum, tile_sum, out, scale_log2)
+            for r in cutlass.range_constexpr(2):
+                regs.row_sum[r] = regs.row_sum[r] + tile_sum[r]
+            accumulator.round_into(regs.probabilities, regs.scores)
 
     @cute.jit
     def matmul(
@@ -731,6 +871,14 @@ class HopperForward:
         return Float32(LOG2_E)
 
     @cute.jit
+    def transform(self, scores: cute.Tensor, call: Call):
+        """Products to what the softmax sees, where that is not the products themselves."""
+        if const_expr(self.features.score == "softcap"):
+            soft_cap(scores, call.softmax_scale, call.softcap)
+        elif const_expr(self.features.score == "scaled"):
+            scale_scores(scores, call.softmax_scale)
+
+    @cute.jit
     def softmax(
         self,
         regs: Fragments,
@@ -743,10 +891,7 @@ class HopperForward:
     ):
         """Turn the raw products of one block into probabilities, updating the row statistics."""
         features = self.features
-        if const_expr(features.score == "softcap"):
-            soft_cap(regs.scores, call.softmax_scale, call.softcap)
-        elif const_expr(features.score == "scaled"):
-            scale_scores(regs.scores, call.softmax_scale)
+        self.transform(regs.scores, call)
         scores = accumulator.by_row(regs.scores)
         if const_expr(is_masked):
             mask_scores(
@@ -814,6 +959,7 @@ class HopperForward:
         q_state: pipeline.PipelineState,
         place: Place,
         work: Work,
+        is_repeat: Int32,
         call: Call,
     ):
         """Registers -> stmatrix -> this warpgroup's slab -> TMA store, clipped to the sequence."""
@@ -826,6 +972,9 @@ class HopperForward:
         # The slab is free once the previous tile's copy has read it (own buffer), and once every
         # warp of the warpgroup is done with Q (shared buffer).
         if stores:
+            if is_repeat != 0:
+                # Two copies to one place are in no order until the first is complete.
+                cute.arch.cp_async_bulk_wait_group(0)
             cute.arch.cp_async_bulk_wait_group(0, read=True)
         barrier.arrive_and_wait()
         stmatrix = cute.make_copy_atom(warp.StMatrix8x8x16bOp(False, 4), self.dtype)

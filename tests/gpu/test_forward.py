@@ -41,6 +41,7 @@ from tests.oracle import (
     one_sequence,
     readable_rows,
 )
+from tests.score_jumps import JUMPS, raise_scores
 
 pytestmark = [
     pytest.mark.gpu,
@@ -477,6 +478,15 @@ def test_unread_keys_and_values_may_hold_anything(case, special):
     _, seen = readable_rows(case, DEVICE)
     for tensor in (inputs.k, inputs.v):
         tensor[~seen] = special
+    check(inputs, BACKEND)
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP16])
+@pytest.mark.parametrize("options", [{}, {"causal": True}, {"head_dim": 128}], ids=str)
+@pytest.mark.parametrize("jumps", JUMPS.values(), ids=JUMPS)
+def test_scores_that_jump_far_above_the_first_ones(jumps, options, dtype):
+    inputs = make_inputs(Case((500, 500), (900, 900), 4, 2, dtype=dtype, **options), DEVICE)
+    raise_scores(inputs, jumps)
     check(inputs, BACKEND)
 
 
