@@ -38,6 +38,7 @@ from fa4.pipelines.sm90 import ForwardSchedule, forward_rule
 from perf import records
 from perf.cases import Case, dense, input_bytes, make_inputs, mix, problem_of
 from perf.command import differences_from_first, need_gpu
+from perf.contenders import first_line
 from perf.roofline import ENTRY, forward_cost
 from perf.timing import Call, DeviceTimer, copies_needed, interleave, ratio, rotating
 
@@ -108,8 +109,8 @@ def fault_in_code(features: ForwardFeatures, schedule: ForwardSchedule) -> str |
 
     try:
         code = sass.code_of(KernelSpec(ENTRY, "sm_90a", features, schedule))
-    except fa4.compiler.KernelCompileError as error:
-        return str(error).splitlines()[0]
+    except (fa4.compiler.KernelCompileError, AssertionError) as error:
+        return first_line(error)  # of the compiler, or of code that cannot be read
     spills = code.count("STL") + code.count("LDL")
     if spills:
         return f"spills: {spills} accesses of local memory"
@@ -211,7 +212,6 @@ def watched(call: Call, name: str) -> Any:
 
 
 def search(
-    features: Sequence[ForwardFeatures],
     rule: ForwardSchedule,
     gains: Callable[[ForwardSchedule, Sequence[ForwardSchedule]], dict[Any, float]],
     good: Callable[[Sequence[ForwardSchedule]], list[ForwardSchedule]],
@@ -223,7 +223,9 @@ def search(
 
     gains    times schedules beside the rule's
     good     drops schedules by their machine code
+    limit    tiles that are timed
     is_over  whether the time box is used up: no further step is begun
+    exclude  descriptions of schedules that are not run
     """
     found: dict[ForwardSchedule, float] = {rule: 1.0}
 
@@ -315,7 +317,6 @@ def main() -> None:
     deadline = time.monotonic() + 60 * arguments.minutes
     bench = Bench(cases, options, arguments.rounds)
     found = search(
-        both,
         rule,
         bench.gains,
         good,

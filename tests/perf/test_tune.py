@@ -117,7 +117,7 @@ class Gains:
 
 def search(gains: Gains, **options) -> dict[ForwardSchedule, float]:
     options = {"good": list, "limit": 4, "is_over": lambda: False} | options
-    return tune.search([CAUSAL], RULE, gains, **options)
+    return tune.search(RULE, gains, **options)
 
 
 def test_the_search_varies_other_choices_of_the_best_tile() -> None:
