@@ -44,3 +44,22 @@ def test_pytorch_guide(capsys: pytest.CaptureFixture[str]) -> None:
     printed = capsys.readouterr().out
     assert "answer    " in printed
     assert "torch.Size([2, 128, 8, 64])" in printed
+
+
+def test_transformers_guide() -> None:
+    transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+    try:
+        names = run("transformers.md")
+    finally:
+        for interface in (transformers.AttentionInterface, transformers.AttentionMaskInterface):
+            interface._global_mapping.pop("fa4_kernels", None)
+    model, logits, written = names["model"], names["logits"], names["written"]
+    assert model.config._attn_implementation == "fa4_kernels"
+    assert written.shape == (2, 32)
+    assert all(p.grad is not None and p.grad.isfinite().all() for p in model.parameters())
+    model.set_attn_implementation("eager")
+    expected = model(
+        input_ids=names["input_ids"][:1], position_ids=names["position_ids"], use_cache=False
+    ).logits
+    assert logits.shape == (1, 24, 128)
+    assert (logits - expected).abs().max() < 0.05 * expected.abs().max()

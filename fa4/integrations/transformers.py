@@ -1,0 +1,411 @@
+"""fa4 as an attention implementation of Hugging Face transformers 5.
+
+    from fa4.integrations import transformers as fa4_transformers
+    fa4_transformers.register()
+    model = AutoModelForCausalLM.from_pretrained(name, attn_implementation="fa4_kernels")
+
+`register` gives transformers two functions under one name: one that computes attention and one
+that prepares its mask. Both are needed; without the second, transformers drops padding in silence.
+
+Padding. The mask function hands a 2-dimensional mask (batch, seqlen_k) through the model, None
+where there is neither padding nor packing. Sequences that are padded on the right run as they lie,
+with lengths; any other mask (padding on the left, holes) has the used rows of each sequence moved
+to its front first, and the output moved back. Rows of padding get zeros. Holes between used rows
+are refused where there is a sliding window, because distances count across them.
+
+Packing. Documents in one row are told from cu_seq_lens_q and cu_seq_lens_k where the caller gives
+them, else from position_ids that start again, as transformers' own masks tell them.
+
+What cannot be right is refused with an error: dropout, 4-dimensional masks, mask patterns other
+than causal, bidirectional, sliding window and packed (chunked attention, blocks of an image),
+attention weights, continuous batching, a static cache inside torch.compile.
+
+The default name is without "flash" on purpose: transformers replaces names that contain it by
+other implementations for some models, with no more than a warning.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from fa4.attention import BACKENDS, flash_attn_func, flash_attn_varlen_func, is_traced
+
+NAME = "fa4_kernels"
+
+
+def register(name: str = NAME, *, backend: str = "fa4") -> None:
+    """Make fa4 an attention implementation of transformers, to be chosen by its name.
+
+    name     for attn_implementation=...
+    backend  of `fa4.flash_attn_func`. "fa4" raises `fa4.UnsupportedProblemError` for what no kernel
+             answers; "auto" lets the reference answer that, with a warning
+
+    A name that transformers knows already is refused, unless it was registered here.
+    """
+    from transformers import AttentionInterface, AttentionMaskInterface
+
+    if backend not in BACKENDS:
+        raise ValueError(f"backend={backend!r} is not one of {', '.join(map(repr, BACKENDS))}.")
+    known = AttentionInterface().get(name)
+    if known is not None and getattr(known, "func", None) is not attention:
+        raise ValueError(f"name={name!r} is an attention implementation of transformers already.")
+    AttentionInterface.register(name, functools.partial(attention, backend))
+    AttentionMaskInterface.register(name, padding_mask)
+
+
+# -- attention -----------------------------------------------------------------------------------
+
+# Arguments that some models or generation modes give, and that change what is computed.
+_REFUSED = ("output_attentions", "position_bias", "attention_bias", "head_mask", "cache")
+
+
+def attention(
+    backend: str,
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    is_causal: bool | None = None,
+    s_aux: Tensor | None = None,
+    position_ids: Tensor | None = None,
+    cu_seq_lens_q: Tensor | None = None,
+    cu_seq_lens_k: Tensor | None = None,
+    max_length_q: int | None = None,
+    max_length_k: int | None = None,
+    **others: Any,
+) -> tuple[Tensor, None]:
+    """transformers' attention function.
+
+    query           (batch, heads, seqlen_q, head_dim); key and value with heads_kv, not repeated
+    attention_mask  None, or (batch, seqlen_k) of `padding_mask`
+    sliding_window  keys that a query sees, itself included; to both sides where not causal
+    s_aux           (heads,) sink logits
+
+    Returns ((batch, seqlen_q, heads, head_dim_v), None).
+    """
+    _refuse(dropout, attention_mask, others)
+    if is_causal is None:
+        is_causal = bool(getattr(module, "is_causal", True))
+    options: dict[str, Any] = {
+        "softmax_scale": scaling,
+        "causal": is_causal,
+        "softcap": softcap,
+        "sink": None if s_aux is None else s_aux.contiguous(),
+        "backend": backend,
+    }
+    if sliding_window is not None:
+        options["window_size"] = (sliding_window - 1, sliding_window - 1)
+    q, k, v = (t.transpose(1, 2) for t in _in_half_precision(module, query, key, value))
+
+    if cu_seq_lens_q is not None and cu_seq_lens_k is not None:
+        return _attend_packed(q, k, v, cu_seq_lens_q.int(), cu_seq_lens_k.int(), options), None
+    if attention_mask is None:
+        starts = _packed_starts(position_ids, q, k)
+        if starts is not None:
+            return _attend_packed(q, k, v, starts, starts, options), None
+        return _dense(q, k, v, options), None
+    if attention_mask.dtype != torch.bool and not is_traced(attention_mask):
+        rows = _remember(attention_mask, "_fa4_starts", _starts_of_documents)
+        return _attend_packed(q, k, v, rows, rows, options), None
+    return _attend_padded(q, k, v, attention_mask, options), None
+
+
+def _refuse(dropout: float, attention_mask: Tensor | None, others: dict[str, Any]) -> None:
+    if dropout > 0.0:
+        raise NotImplementedError(
+            f"dropout is {dropout}: fa4 has no attention dropout; set the model's "
+            "attention_dropout to 0."
+        )
+    for name in _REFUSED:
+        if others.get(name) is not None and others[name] is not False:
+            raise NotImplementedError(f"{name} is given, and fa4 does not support it.")
+    if attention_mask is not None and attention_mask.dim() != 2:
+        raise NotImplementedError(
+            f"attention_mask has {attention_mask.dim()} dimensions: fa4 takes masks of padding, "
+            "(batch, seqlen_k), and no others."
+        )
+
+
+def _in_half_precision(module: torch.nn.Module, *tensors: Tensor) -> tuple[Tensor, ...]:
+    """float32 inputs of a model whose weights are of a half type, in that type.
+
+    Layer norms that are kept in float32 for training make them float32. Autocast is left to
+    `fa4.flash_attn_func`.
+    """
+    if tensors[0].dtype != torch.float32:
+        return tensors
+    config = getattr(module, "config", None)
+    if hasattr(config, "_is_quantized"):
+        dtype = getattr(config, "dtype", None)
+    else:
+        linear = next((m for m in module.modules() if isinstance(m, torch.nn.Linear)), None)
+        dtype = None if linear is None else linear.weight.dtype
+    if dtype not in (torch.float16, torch.bfloat16):
+        return tensors
+    return tuple(t.to(dtype) for t in tensors)
+
+
+def _dense(q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any]) -> Tensor:
+    out = flash_attn_func(q, k, v, **options)
+    assert isinstance(out, Tensor)
+    return out
+
+
+def _varlen(q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any], **lengths: Any) -> Tensor:
+    out = flash_attn_varlen_func(q, k, v, **lengths, **options)
+    assert isinstance(out, Tensor)
+    return out
+
+
+# -- packing -------------------------------------------------------------------------------------
+
+
+def _attend_packed(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    options: dict[str, Any],
+) -> Tensor:
+    """Documents one after the other, all rows of the batch counted through."""
+    flat_q, flat_k, flat_v = (t.reshape(-1, *t.shape[2:]) for t in (q, k, v))
+    lengths = {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k}
+    out = _varlen(flat_q, flat_k, flat_v, options, **lengths)
+    return out.view(*q.shape[:3], v.shape[-1])
+
+
+def _packed_starts(position_ids: Tensor | None, q: Tensor, k: Tensor) -> Tensor | None:
+    """cu_seqlens of the documents in rows whose positions start again; None for plain rows.
+
+    A position that does not follow the one before it starts a document.
+    """
+    batch, rows = q.shape[:2]
+    if position_ids is None or position_ids.dim() != 2 or rows != k.shape[1] or rows == 1:
+        return None
+    if position_ids.shape != (1, rows) and position_ids.shape != (batch, rows):
+        return None
+    if is_traced(q):
+        # Where documents begin is not known while tracing.
+        follows = (position_ids.diff(dim=-1) == 1).all()
+        torch._assert_async(
+            follows,
+            "position_ids start again: inside torch.compile give packed sequences to fa4 by "
+            "cu_seq_lens_q and cu_seq_lens_k",
+        )
+        return None
+    documents = _remember(position_ids, "_fa4_documents", _documents_of_positions)
+    if documents is None:
+        return None
+    return _starts_of_documents(documents.expand(batch, rows))
+
+
+def _documents_of_positions(position_ids: Tensor) -> Tensor | None:
+    """Which document each position belongs to, counted within a row; None if each row is one."""
+    starts = position_ids.diff(dim=-1) != 1
+    if not starts.any():
+        return None
+    documents = torch.nn.functional.pad(starts, (1, 0)).cumsum(dim=-1)
+    return documents.int()
+
+
+def _starts_of_documents(documents: Tensor) -> Tensor:
+    """(documents + 1,) int32: the first row of each, all rows of the batch counted through.
+
+    documents  (batch, rows), a number for each row that changes with the document
+    """
+    starts = torch.ones_like(documents, dtype=torch.bool)
+    starts[:, 1:] = documents[:, 1:] != documents[:, :-1]
+    first_rows = starts.flatten().nonzero().flatten()
+    return torch.nn.functional.pad(first_rows, (0, 1), value=documents.numel()).int()
+
+
+# -- padding -------------------------------------------------------------------------------------
+
+HOLES = (
+    "attention_mask has zeros between ones: with a sliding window, distances count across them, "
+    "which fa4 does not support"
+)
+
+
+class _Rows(NamedTuple):
+    """The used rows of one side of padded sequences.
+
+    used   (batch,) int32: how many
+    order  (batch, rows): where the used ones come first, each in its turn; None if they do already
+    """
+
+    used: Tensor
+    order: Tensor | None
+
+
+def _attend_padded(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor, options: dict[str, Any]
+) -> Tensor:
+    """mask (batch, keys) bool: the first so many of k are in use where True.
+
+    Where positions matter, the queries are those of the mask's last entries.
+    """
+    seqlen_q, num_keys = q.shape[1], mask.shape[1]
+    if k.shape[1] < num_keys:
+        raise ValueError(f"attention_mask has {num_keys} entries, and there are {k.shape[1]} keys.")
+    k, v = k[:, :num_keys], v[:, :num_keys]
+    if is_traced(mask):
+        shape = None
+        if "window_size" in options:
+            torch._assert_async((_num_runs(mask) <= 1).all(), HOLES)
+    else:
+        shape = _remember(mask, "_fa4_shape", _shape_of)
+    if shape == "full":
+        return _dense(q, k, v, options)
+    if shape == "holes" and "window_size" in options:
+        raise NotImplementedError(HOLES)
+    rows_k = _rows_of(mask, shape)
+    k, v = _to_front(k, rows_k), _to_front(v, rows_k)
+    has_positions = options["causal"] or "window_size" in options
+    if not has_positions and seqlen_q != num_keys:
+        return _varlen(q, k, v, options, seqused_k=rows_k.used)
+    if seqlen_q > num_keys:
+        raise ValueError(
+            f"attention_mask has {num_keys} entries, and there are {seqlen_q} queries."
+        )
+    rows_q = rows_k if seqlen_q == num_keys else _rows_of(mask[:, num_keys - seqlen_q :], shape)
+    q = _to_front(q, rows_q)
+    out = _varlen(q, k, v, options, seqused_q=rows_q.used, seqused_k=rows_k.used)
+    if rows_q.order is None:
+        return out
+    index = rows_q.order[:, :, None, None].expand_as(out)
+    return torch.zeros_like(out).scatter(1, index, out)
+
+
+def _rows_of(mask: Tensor, shape: str | None) -> _Rows:
+    used = mask.sum(dim=-1, dtype=torch.int32)
+    if shape == "right":
+        return _Rows(used, None)
+    return _Rows(used, mask.int().argsort(dim=-1, descending=True, stable=True))
+
+
+def _to_front(x: Tensor, rows: _Rows) -> Tensor:
+    if rows.order is None:
+        return x
+    return x.gather(1, rows.order[:, :, None, None].expand_as(x))
+
+
+def _shape_of(mask: Tensor) -> str:
+    """Where the used rows are: "full", "right" padding alone, a "run" each, or with "holes".
+
+    Waits for the device.
+    """
+    is_right = (mask[:, 1:] <= mask[:, :-1]).all()
+    is_run = (_num_runs(mask) <= 1).all()
+    full, right, run = torch.stack((mask.all(), is_right, is_run)).tolist()
+    return "full" if full else "right" if right else "run" if run else "holes"
+
+
+def _num_runs(mask: Tensor) -> Tensor:
+    """(batch,) runs of used rows."""
+    return (mask[:, 1:] & ~mask[:, :-1]).sum(dim=-1) + mask[:, 0]
+
+
+def _remember(tensor: Tensor, name: str, work_out: Callable[[Tensor], Any]) -> Any:
+    """What was worked out for this very tensor: all layers of a model are given the same mask."""
+    if not hasattr(tensor, name):
+        setattr(tensor, name, work_out(tensor))
+    return getattr(tensor, name)
+
+
+# -- the mask function ---------------------------------------------------------------------------
+
+# Patterns of transformers.masking_utils that `attention` can follow, by the function that makes
+# them.
+_PATTERNS = {
+    "causal_mask_function",
+    "bidirectional_mask_function",
+    "sliding_window_overlay",
+    "sliding_window_bidirectional_overlay",
+    "packed_sequence_mask_function",
+    "and_masks",
+}
+
+
+def padding_mask(
+    batch_size: int,
+    q_length: int,
+    kv_length: int,
+    q_offset: int | Tensor = 0,
+    kv_offset: int = 0,
+    mask_function: Callable[..., Any] | None = None,
+    attention_mask: Tensor | None = None,
+    device: torch.device | str = "cpu",
+    **others: Any,
+) -> Tensor | None:
+    """transformers' mask function: what `attention` must know of padding and packing.
+
+    Returns None where there is neither; (batch, keys) bool where rows are padded or the cache has
+    room behind the keys; (batch, keys) int32 where rows are packed: the document of each key.
+    Waits for the device once, as transformers' own mask functions do.
+    """
+    is_tracing = torch.compiler.is_compiling()
+    patterns: dict[str, Any] = {}
+    if mask_function is not None and not is_tracing:
+        patterns = _patterns(mask_function)
+        unknown = sorted(set(patterns) - _PATTERNS)
+        if unknown:
+            raise NotImplementedError(
+                f"this model masks attention by {', '.join(unknown)}, which fa4 does not support."
+            )
+    if others.get("use_vmap"):
+        raise NotImplementedError(
+            "this model masks attention by a function of its own, which fa4 does not support."
+        )
+    num_keys = kv_length
+    if "bidirectional_mask_function" not in patterns:
+        if isinstance(q_offset, Tensor):
+            if is_tracing:
+                raise NotImplementedError(
+                    "a static cache inside torch.compile is not supported by fa4: generate with "
+                    "disable_compile=True."
+                )
+            q_offset = int(q_offset)
+        # A static cache has room behind the keys.
+        num_keys = min(kv_length, q_offset + q_length - kv_offset)
+    if attention_mask is None:
+        if not is_tracing and "packed_sequence_mask_function" in patterns:
+            documents = patterns["packed_sequence_mask_function"]["packed_sequence_mask"]
+            return documents.int() + 1
+        if num_keys < kv_length:
+            return torch.ones((batch_size, num_keys), dtype=torch.bool, device=device)
+        return None
+    mask = attention_mask.bool()[:, kv_offset : kv_offset + num_keys]
+    if not is_tracing:
+        shape = _remember(mask, "_fa4_shape", _shape_of)
+        if shape == "full" and mask.shape[1] == kv_length:
+            return None
+    return mask
+
+
+def _patterns(mask_function: Callable[..., Any]) -> dict[str, dict[str, Any]]:
+    """The functions that a mask function is made of, and what each has enclosed, by name."""
+    found: dict[str, dict[str, Any]] = {}
+    functions: list[Any] = [mask_function]
+    while functions:
+        function = functions.pop()
+        name = getattr(function, "__qualname__", repr(function)).split(".")[0]
+        cells = getattr(function, "__closure__", None) or ()
+        names = function.__code__.co_freevars if cells else ()
+        enclosed = {n: cell.cell_contents for n, cell in zip(names, cells, strict=True)}
+        found[name] = enclosed
+        for value in enclosed.values():
+            members = value if isinstance(value, (tuple, list)) else (value,)
+            functions += [m for m in members if callable(m) and not isinstance(m, Tensor)]
+    return found
