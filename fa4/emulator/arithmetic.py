@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 
+from fa4.emulator.float_formats import E4M3, E5M2
 from fa4.emulator.float_formats import bf16_to_f32 as f32_from_bf16
 
 # Array types differ in their shape parameter only; naming it everywhere would say nothing.
@@ -204,6 +205,15 @@ def e5m2_from_f32(x: Array) -> Array:
     """cvt.rn.satfinite.e5m2: uint8 bits, to nearest even, largest 57344, NaN 0x7f."""
     bits = _fp8_from_f32(x, 2, -14, 57344.0) | np.where(np.signbit(x), 0x80, 0).astype(np.uint8)
     return np.where(x != x, np.uint8(0x7F), bits)
+
+
+def f16x2_from_e4m3x2(pair: Array) -> Array:
+    """uint32 with the lower byte's value in the lower half; exact."""
+    return E4M3[pair.view(np.uint8)].astype(np.float16).view(np.uint32)
+
+
+def f16x2_from_e5m2x2(pair: Array) -> Array:
+    return E5M2[pair.view(np.uint8)].astype(np.float16).view(np.uint32)
 
 
 def pack_bytes(high: Array, low: Array) -> Array:

@@ -242,6 +242,10 @@ class ClusterBarrier:
         self._arrived += 1
         self._complete_if_due()
 
+    def is_over(self, warp: Hashable) -> bool:
+        """Whether the warp has arrived and may go on."""
+        return self._tokens.get(warp, self.generation) != self.generation
+
     def wait(self, warp: Hashable) -> bool:
         """Poll; true once, when the warp may go on."""
         if warp not in self._tokens:

@@ -124,12 +124,12 @@ class HostFunction:
         return parse(self.ptx)
 
     def capture(self, *args: Any) -> list[Launch]:
-        """Run the host code on CPU tensors, numbers and None; returns its launches in order.
+        """Run the host code on CPU tensors, numbers, None and tuples of them; returns its launches.
 
         The arguments are those of the compiled function, whose own checks apply. Raises whatever
         it raises, and `InvalidLaunch`.
         """
-        relabelled = [as_cuda(arg) if isinstance(arg, torch.Tensor) else arg for arg in args]
+        relabelled = [_relabelled(arg) for arg in args]
         with _capture_lock:
             self._launches, self._error = [], None
             self._image.fa4_emulator_connect(*self._callbacks)
@@ -181,6 +181,14 @@ class HostFunction:
         )
         check_launch(launch, self.device)
         return launch
+
+
+def _relabelled(arg: Any) -> Any:
+    if isinstance(arg, torch.Tensor):
+        return as_cuda(arg)
+    if isinstance(arg, tuple | list):
+        return type(arg)(_relabelled(element) for element in arg)
+    return arg
 
 
 def check_launch(launch: Launch, device: DeviceModel) -> None:

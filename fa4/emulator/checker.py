@@ -359,14 +359,14 @@ class CheckedWarp(Warp):
         key = (self.cta.rank, number)
         return self.races.generation(key, self.cta.named_barriers.generation(number))
 
-    def cluster_barrier_arrive(self, mask: Array) -> None:
+    def cluster_barrier_arrive(self, is_aligned: bool, mask: Array) -> None:
         barrier = self.cta.cluster_barrier
         self._cluster_arrived = self.races.generation("cluster", barrier.generation)
         self.release(self._cluster_arrived.clock)
-        super().cluster_barrier_arrive(mask)
+        super().cluster_barrier_arrive(is_aligned, mask)
 
-    def cluster_barrier_wait(self, mask: Array) -> bool:
-        passed = super().cluster_barrier_wait(mask)
+    def cluster_barrier_wait(self, is_aligned: bool, mask: Array) -> bool:
+        passed = super().cluster_barrier_wait(is_aligned, mask)
         if passed:
             assert self._cluster_arrived is not None
             self.acquire(self._cluster_arrived.clock)

@@ -12,6 +12,7 @@ from fa4.emulator.instructions import Modifiers, instruction, vector
 from fa4.emulator.memory import UNTAGGED_MASK, Space, generic_address
 from fa4.emulator.ptx import Immediate, Instruction, Memory, Operand, Pair, Register, Symbol, Vector
 from fa4.emulator.register_kinds import KINDS
+from fa4.emulator.tensor_map import GATHERED_ROWS
 
 if TYPE_CHECKING:
     from fa4.emulator.translate import Emitter
@@ -246,10 +247,10 @@ def _named_barrier(e: Emitter, i: Instruction, m: Modifiers) -> None:
 def _cluster_barrier(e: Emitter, i: Instruction, m: Modifiers) -> None:
     operation = m.required("arrive", "wait")
     m.one_of("release", "relaxed", "acquire")
-    m.take("aligned")
+    is_aligned = m.take("aligned")
     if e.predicate is not None:
         raise e.unknown("a predicated barrier")
-    call = f"w.cluster_barrier_{operation}(mask)"
+    call = f"w.cluster_barrier_{operation}({is_aligned}, mask)"
     e.line(f"if not {call}: return -1" if operation == "wait" else call)
 
 
@@ -260,15 +261,18 @@ def _tensor_copy(e: Emitter, i: Instruction, m: Modifiers) -> None:
     if m.rest[:1] != ["global"]:
         m.required("shared::cta", "shared::cluster")
         m.required("global")
-        m.take("tile")
+        gathers = m.one_of("tile", "tile::gather4") == "tile::gather4"
+        if gathers and rank != 2:
+            raise e.unknown("rows are gathered of two dimensions")
         m.required("mbarrier::complete_tx::bytes")
         # Without multicast the mbarrier's address says all: it may be in either CTA of a pair.
         by_pairs = m.one_of("cta_group::1", "cta_group::2") == "cta_group::2"
         is_multicast = m.take("multicast::cluster")
         _take_cache_hint(e, i, m, 3 + is_multicast)
-        tensor_map, coordinates = _tensor_operand(e, i.operands[1], rank)
+        count = 1 + GATHERED_ROWS if gathers else rank
+        packed, coordinates = _tensor_operand(e, i.operands[1], count)
         where, barrier, active = address(e, i.operands[0]), address(e, i.operands[2]), e.active()
-        load = f"w.tma_load({{}}, {tensor_map}, {coordinates}, {{}}, {{}})"
+        load = f"w.tma_load({{}}, {packed}, {coordinates}, {{}}, {{}})"
         if is_multicast:
             ranks = e.read(i.operands[3], "u16")
             targets = f"w.cluster_copies.targets({where}, {barrier}, {ranks}, {by_pairs}, {active})"
@@ -299,14 +303,14 @@ def _tensor_reduction(e: Emitter, i: Instruction, m: Modifiers) -> None:
 
 
 def _store_tile(e: Emitter, i: Instruction, rank: int, reduction: str) -> None:
-    tensor_map, coordinates = _tensor_operand(e, i.operands[0], rank)
+    packed, coordinates = _tensor_operand(e, i.operands[0], rank)
     source = address(e, i.operands[1])
     active = e.active()
     if reduction == "None":
         # CuTe leaves a whole warp to store one tile. The assembler's UTMASTG is an instruction of
         # the uniform datapath, issued once a warp; storing equal bytes again changes nothing.
-        active = e.local(f"w.lane_of_equals({active}, ({source}, {tensor_map}, *{coordinates}))")
-    e.line(f"w.tma_store({source}, {tensor_map}, {coordinates}, {reduction}, {active})")
+        active = e.local(f"w.lane_of_equals({active}, ({source}, {packed}, *{coordinates}))")
+    e.line(f"w.tma_store({source}, {packed}, {coordinates}, {reduction}, {active})")
 
 
 def _take_cache_hint(e: Emitter, i: Instruction, m: Modifiers, operands: int) -> None:
@@ -377,11 +381,21 @@ def _vote(e: Emitter, i: Instruction, m: Modifiers) -> None:
 def _reduce_lanes(e: Emitter, i: Instruction, m: Modifiers) -> None:
     m.required("sync")
     operation = m.required("add", "min", "max", "and", "or", "xor")
-    kind = m.kind("b32", "u32", "s32")
+    absolute, keeps_nan = m.take("abs"), m.take("NaN")
+    is_float = m.rest[:1] == ["f32"]
+    if is_float and operation not in ("min", "max"):
+        raise e.unknown("floats are reduced with .min and .max only")
+    if (absolute or keeps_nan) and not is_float:
+        raise e.unknown("integers have no .abs and no .NaN")
+    kind = m.kind("b32", "u32", "s32", "f32")
     value = e.read(i.operands[1], kind)
     active = e.active()
     e.line(f"if not full: w.require_converged({e.read(i.operands[2], 'u32')}, {active})")
-    e.write(i.operands[0], kind, f"w.reduce_lanes({operation!r}, {value}, {active})")
+    if is_float:
+        call = f"w.reduce_float_lanes({operation!r}, {absolute}, {keeps_nan}, {value}, {active})"
+    else:
+        call = f"w.reduce_lanes({operation!r}, {value}, {active})"
+    e.write(i.operands[0], kind, call)
 
 
 @instruction("activemask")

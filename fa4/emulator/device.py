@@ -8,7 +8,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -106,8 +106,8 @@ def run(
 
     kernel   a `KernelSpec`, or what cute.compile returned with ``--enable-tvm-ffi --keep-ptx``,
              or a `HostFunction`
-    args     the function's arguments: CPU tensors, numbers, None. Kernels write to the tensors in
-             place, and can touch nothing else
+    args     the function's arguments: CPU tensors, numbers, None, tuples of them. Kernels write to
+             the tensors in place, and can touch nothing else
     device   what host code learns about the device; by default that of the spec's arch
     uses     for arguments by position, what may be done with them
     options  how to run it: the fields of `Options` (schedule, seed, check_races, ...)
@@ -160,7 +160,7 @@ def prepare_forward(
     prepared = prepare(
         spec,
         *(q, k, v, out, lse, *(lengths or NO_LENGTHS), sink),
-        *scalar_arguments(problem, multiprocessors),
+        *scalar_arguments(problem, spec.schedule, multiprocessors),
         int(is_ours),
         int(wants_lse),
         device=DeviceModel(spec.arch, multiprocessors),
@@ -233,6 +233,16 @@ def _of_spec(spec: KernelSpec) -> HostFunction:
 # -- tensors ---------------------------------------------------------------------------------------
 
 
+def _tensors(args: Sequence[Any]) -> Iterator[tuple[tuple[int, ...], torch.Tensor]]:
+    """Tensors with their positions, also those in tuples."""
+    for position, arg in enumerate(args):
+        if isinstance(arg, torch.Tensor):
+            yield (position,), arg
+        elif isinstance(arg, tuple | list):
+            for path, tensor in _tensors(arg):
+                yield (position, *path), tensor
+
+
 def _register_tensors(
     memory: GlobalMemory,
     args: Sequence[Any],
@@ -244,18 +254,15 @@ def _register_tensors(
     Tensors that share memory restrict each other's use to nothing: which of them an address
     belongs to cannot be told.
     """
-    tensors = {
-        position: arg
-        for position, arg in enumerate(args)
-        if isinstance(arg, torch.Tensor) and arg.numel()
-    }
+    tensors = {path: tensor for path, tensor in _tensors(args) if tensor.numel()}
     extents = {
         position: (tensor.data_ptr(), tensor.data_ptr() + extent_bytes(tensor))
         for position, tensor in tensors.items()
     }
     outputs = []
     for position, (first, end) in extents.items():
-        use = uses.get(position, TensorUse(f"argument {position}"))
+        name = "argument " + ".".join(map(str, position))
+        use = TensorUse(name) if len(position) > 1 else uses.get(position[0], TensorUse(name))
         is_alone = not any(
             other != position and start < end and first < stop
             for other, (start, stop) in extents.items()

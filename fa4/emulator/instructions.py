@@ -237,7 +237,11 @@ def _add_sub_mul(e: Emitter, i: Instruction, m: Modifiers) -> None:
     flush, saturate = m.take("ftz"), m.take("sat")
     kinds = ("f32", "f32x2", "f64", *_F16_KINDS, *_BF16_KINDS)
     kind = m.kind(*kinds) if name == "mul" else m.kind(*kinds, *_INTEGERS)
-    a, b = _operands(e, i, kind, 2)
+    narrow = m.one_of("f16", "bf16") if kind == "f32" and name != "mul" else None  # of the first
+    if narrow is not None and len(i.operands) == 3:
+        a, b = _widened(e, i.operands[1], narrow), e.read(i.operands[2], kind)
+    else:
+        a, b = _operands(e, i, kind, 2)
     if kind[0] in "us":
         if saturate or flush or rounding:
             raise e.unknown("integers are neither rounded nor saturated here")
@@ -261,6 +265,12 @@ def _add_sub_mul(e: Emitter, i: Instruction, m: Modifiers) -> None:
                 a, b = f"A.flush_f32({a})", f"A.flush_f32({b})"
             expression = f"{a} {symbol} {b}"
         e.write(i.operands[0], kind, _finished(e, kind, expression, flush, saturate))
+
+
+def _widened(e: Emitter, operand: Operand, kind: str) -> str:
+    """A 16-bit float as f32."""
+    value = e.read(operand, kind)
+    return e.local(f"A.f32_from_bf16({value})" if kind == "bf16" else f"{value}.astype(t_f32)")
 
 
 def _finished(e: Emitter, kind: str, expression: str, flush: bool, saturate: bool) -> str:
@@ -312,8 +322,7 @@ def _multiply_add(e: Emitter, i: Instruction, m: Modifiers) -> None:
     if narrow is None:
         a, b, c = _operands(e, i, kind, 3)
     else:
-        widen = "A.f32_from_bf16({})" if narrow == "bf16" else "{}.astype(t_f32)"
-        a, b = (widen.format(e.read(operand, narrow)) for operand in i.operands[1:3])
+        a, b = (_widened(e, operand, narrow) for operand in i.operands[1:3])
         c = e.read(i.operands[3], kind)
     if kind in ("f32", "f32x2"):
         if flush:
@@ -334,8 +343,11 @@ def _multiply_add(e: Emitter, i: Instruction, m: Modifiers) -> None:
 def _min_max(e: Emitter, i: Instruction, m: Modifiers) -> None:
     name = i.parts[0]
     keeps_nan, relu, flush = m.take("NaN"), m.take("relu"), m.take("ftz")
-    kind = m.kind(*_INTEGERS, "f32", "f64", *_F16_KINDS)
+    kind = m.kind(*_INTEGERS, "f32", "f64", *_F16_KINDS, *_BF16_KINDS)
     values = _operands(e, i, kind, len(i.operands) - 1)
+    is_bf16 = kind in _BF16_KINDS
+    if is_bf16:
+        values = [f"A.f32_from_bf16({value})" for value in values]
     if len(values) not in (2, 3) or (len(values) == 3 and kind != "f32"):
         raise e.unknown(f"{len(values)} operands of type {kind}")
     if kind[0] in "us":
@@ -354,7 +366,7 @@ def _min_max(e: Emitter, i: Instruction, m: Modifiers) -> None:
         expression = f"{function}({expression}, {value})"
     if relu:
         expression = f"np.maximum({expression}, {e.read(Immediate(0), kind)})"
-    e.write(i.operands[0], kind, expression)
+    e.write(i.operands[0], kind, f"A.bf16_from_f32({expression})" if is_bf16 else expression)
 
 
 @instruction("div", "rem")
@@ -672,16 +684,27 @@ def _convert_to_float(e: Emitter, i: Instruction, m: Modifiers, rounding: str | 
 def _convert_pair(
     e: Emitter, i: Instruction, m: Modifiers, rounding: str | None, finite: bool, other: bool
 ) -> None:
-    """Two f32 (the first into the upper half), or fp8 pairs from 16-bit pairs and back."""
+    """Two f32 (the first into the upper half), or pairs of 8 bits from 16-bit pairs and back."""
     to = m.rest.pop(0)
     source = m.rest.pop(0)
     if rounding != "rn" or other:
         raise e.unknown("pairs are converted with .rn only")
     if to in _FP8_PAIRS:
-        if not finite or source != "f32":
-            raise e.unknown("fp8 pairs come from f32 with .satfinite")
-        high, low = (f"A.{_FP8_PAIRS[to]}_from_f32({x})" for x in _operands(e, i, "f32", 2))
+        if not finite or source not in ("f32", "f16x2", "bf16x2"):
+            raise e.unknown("fp8 pairs come from f32, f16x2 or bf16x2, with .satfinite")
+        if source == "f32":
+            values = _operands(e, i, "f32", 2)
+        else:
+            (pair,) = _operands(e, i, source, 1)
+            wide = f"A.f32_from_bf16({pair})" if source == "bf16x2" else f"{pair}.astype(t_f32)"
+            name = e.local(wide)
+            values = [f"{name}[1::2]", f"{name}[0::2]"]
+        high, low = (f"A.{_FP8_PAIRS[to]}_from_f32({x})" for x in values)
         e.write(i.operands[0], "u16", f"A.pack_bytes({high}, {low})")
+        return
+    if to == "f16x2" and source in _FP8_PAIRS and not finite:
+        (pair,) = _operands(e, i, "u16", 1)
+        e.write(i.operands[0], "u32", f"A.f16x2_from_{_FP8_PAIRS[source]}x2({pair})")
         return
     if finite or source != "f32":
         raise e.unknown(f"{to} comes from two f32")

@@ -20,15 +20,17 @@ bytes itself, in hardware's layout, and writes the first 64 only. As 64-bit litt
     6     56-63  box size of dimension 0, minus 1
     7     8 each box sizes of dimensions 1 to 4, minus 1
 
-Dimension 0 is contiguous; of 4-bit elements its sizes and coordinates count each. Addresses are sums
-modulo 2**64: a "ragged" map has a stride so long that it leads around and back, so only the touched
-elements of a box are checked, never the map's extent.
+Dimension 0 is contiguous; of 4-bit elements its sizes and coordinates count each. Addresses are
+sums modulo 2**64: a "ragged" map has a stride so long that it leads around and back, so only the
+touched elements of a box are checked, never the map's extent.
 The layout was found by changing one property of a map at a time, and confirmed by what kernels
 computed through it. Interleaving, element strides and NaN fill were not located; any bit that is
 not in this table is refused.
 """
 
+import dataclasses
 import struct
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum, IntEnum
 from functools import lru_cache
@@ -54,6 +56,7 @@ PACKED_BYTES = 64  # the rest is not written by whoever packs a map
 MAP_ALIGNMENT = 64
 SHARED_TILE_ALIGNMENT = 128
 MAX_RANK = 5
+GATHERED_ROWS = 4  # of tile::gather4
 _WORDS = struct.Struct("<8Q")
 _FORMAT = 2  # in the lowest bits of word 1
 # Bits of the table above; the others were never seen set.
@@ -347,6 +350,28 @@ def gather_tile(tensor_map: TensorMap, memory: GlobalMemory, coordinates: tuple[
     return tile.reshape(-1)
 
 
+def are_of_rows(tensor_map: TensorMap, coordinates: Sequence[Any]) -> bool:
+    """Whether coordinates are those of tile::gather4: a column, and four rows."""
+    return tensor_map.rank == 2 and len(coordinates) == 1 + GATHERED_ROWS
+
+
+def of_gathered_rows(tensor_map: TensorMap) -> TensorMap:
+    """A map of one row a tile as what tile::gather4 loads with it: rows from anywhere, together."""
+    if tensor_map.rank != 2 or tensor_map.box[1] != 1:
+        raise InvalidDescriptor(
+            f"tile::gather4 needs a tensor map of two dimensions and one row a tile, not with "
+            f"tiles of {tensor_map.box}."
+        )
+    return dataclasses.replace(tensor_map, box=(tensor_map.box[0], GATHERED_ROWS))
+
+
+def gather_rows(tensor_map: TensorMap, memory: GlobalMemory, coordinates: tuple[int, ...]) -> Bytes:
+    """The tile of a map of `of_gathered_rows`; coordinates are the column and each row."""
+    column, *rows = coordinates
+    one = dataclasses.replace(tensor_map, box=(tensor_map.box[0], 1))
+    return np.concatenate([gather_tile(one, memory, (column, row)) for row in rows])
+
+
 def _unwritten(part: _ClippedTile, written: NDArray[np.bool_], what: str) -> UnwrittenRead:
     where = np.argwhere(~written)[0]
     return unwritten(part.allocation, part.start + int(np.dot(where, part.strides)), what)
@@ -369,7 +394,8 @@ def load_tile(
 ) -> int:
     """Copy a tile from global to shared memory. Returns the bytes its mbarrier is told of: those
     of the whole tile, zero fill included."""
-    put_tile(tensor_map, shared, offset, gather_tile(tensor_map, memory, coordinates))
+    gather = gather_rows if are_of_rows(tensor_map, coordinates) else gather_tile
+    put_tile(tensor_map, shared, offset, gather(tensor_map, memory, coordinates))
     return tensor_map.tile_bytes
 
 

@@ -108,6 +108,8 @@ class Warp:
         # One array serves all registers of a type: arrays are never changed in place.
         self.registers: list[Array] = [_ZEROS[kind] for kind in self.program.storage]
         self._current = self.groups[0]
+        self._cluster_lanes = ~ALL_LANES  # that have arrived at the cluster's barrier
+        self._cluster_passing = ~ALL_LANES  # that may go on behind it and have not yet
         self._parted: list[tuple[int, Array]] = []  # block and mask of each part
         self._named_wait: tuple[int, int] | None = None
         self._symbols: dict[str, Array] = {}
@@ -414,6 +416,11 @@ class Warp:
         function: Any = _REDUCTIONS[operation]
         return np.full(LANES, function.reduce(value[mask], dtype=value.dtype))
 
+    def reduce_float_lanes(
+        self, operation: str, absolute: bool, keeps_nan: bool, value: Array, mask: Array
+    ) -> Array:
+        return np.full(LANES, _extreme(value[mask], operation, absolute, keeps_nan))
+
     # -- barriers --------------------------------------------------------------------------------
 
     def mbarrier_at(self, where: int) -> MBarrier:
@@ -515,17 +522,35 @@ class Warp:
             raise BarrierMisuse("bar.arrive needs a number of threads.")
         self.cta.named_barriers.arrive(number, threads)
 
-    def cluster_barrier_arrive(self, mask: Array) -> None:
-        self.require_whole(False, "barrier.cluster.arrive")
-        self.cta.cluster_barrier.arrive((self.cta.rank, self.index))
+    def cluster_barrier_arrive(self, is_aligned: bool, mask: Array) -> None:
+        """The warp arrives when all of its lanes have."""
+        if is_aligned:
+            self.require_whole(False, "barrier.cluster.arrive.aligned")
+        if (self._cluster_lanes & mask).any():
+            raise BarrierMisuse(
+                f"warp {self.index} arrives twice at the cluster's barrier without a wait between."
+            )
+        self._cluster_lanes = self._cluster_lanes | mask
+        if not (self.live & ~self._cluster_lanes).any():
+            self.cta.cluster_barrier.arrive((self.cta.rank, self.index))
 
-    def cluster_barrier_wait(self, mask: Array) -> bool:
-        self.require_whole(False, "barrier.cluster.wait")
-        barrier = self.cta.cluster_barrier
-        generation = barrier.generation
-        if barrier.wait((self.cta.rank, self.index)):
+    def cluster_barrier_wait(self, is_aligned: bool, mask: Array) -> bool:
+        if is_aligned:
+            self.require_whole(False, "barrier.cluster.wait.aligned")
+        if not (mask & ~self._cluster_passing).any():  # other lanes of the warp were here first
+            self._cluster_passing = self._cluster_passing & ~mask
             return True
-        self.wait_for(lambda: barrier.generation != generation, barrier.describe)
+        if (mask & ~self._cluster_lanes).any():
+            raise BarrierMisuse(
+                f"warp {self.index} waits at the cluster's barrier without arriving."
+            )
+        barrier, key = self.cta.cluster_barrier, (self.cta.rank, self.index)
+        if barrier.is_over(key):
+            barrier.wait(key)
+            self._cluster_passing = self._cluster_lanes & ~mask
+            self._cluster_lanes = ~ALL_LANES
+            return True
+        self.wait_for(lambda: barrier.is_over(key), barrier.describe)
         return False
 
     # -- copies ----------------------------------------------------------------------------------
@@ -541,6 +566,8 @@ class Warp:
         line = self.calling_line()
         for lane in np.flatnonzero(mask):
             decoded = self._tensor_map(map_address[lane])
+            if tensor_map.are_of_rows(decoded, coordinates):
+                decoded = tensor_map.of_gathered_rows(decoded)
             shared, offset = self.memory.shared_at(int(where[lane]), "A TMA load")
             barrier = self.mbarrier_at(int(barrier_address[lane]))
             index = tuple(int(coordinate[lane]) for coordinate in coordinates)
@@ -629,11 +656,7 @@ class Warp:
         self, registers: Array, operation: str, absolute: bool, keeps_nan: bool
     ) -> Array:
         """Least or largest of each lane's registers (registers, lanes): tcgen05.ld.red."""
-        values = np.abs(registers) if absolute else registers
-        function: Any = _REDUCTIONS[operation]
-        if values.dtype == np.float32 and not keeps_nan:
-            function = {"min": np.fmin, "max": np.fmax}[operation]
-        return function.reduce(values, axis=0)
+        return _extreme(registers, operation, absolute, keeps_nan)
 
     # -- warpgroups ------------------------------------------------------------------------------
 
@@ -706,6 +729,16 @@ _REDUCTIONS = {
     "or": np.bitwise_or,
     "xor": np.bitwise_xor,
 }
+
+
+def _extreme(values: Array, operation: str, absolute: bool, keeps_nan: bool) -> Array:
+    """Least or largest along the first axis; a NaN loses unless it is kept."""
+    values = np.abs(values) if absolute else values
+    function: Any = _REDUCTIONS[operation]
+    if values.dtype == np.float32 and not keeps_nan:
+        function = {"min": np.fmin, "max": np.fmax}[operation]
+    return function.reduce(values, axis=0)
+
 
 _ATOMICS: dict[str, Callable[..., Any]] = {
     **_REDUCTIONS,

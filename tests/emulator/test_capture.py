@@ -8,17 +8,24 @@ from pathlib import Path
 import pytest
 import torch
 
+import fa4.emulator
 from fa4.compiler import KernelSpec
 from fa4.emulator import host_library
 from fa4.emulator.capture import DeviceModel, HostFunction, InvalidLaunch, check_launch
 from fa4.emulator.cuda_tensors import as_cuda
+from fa4.emulator.device import TensorUse
 from fa4.emulator.errors import EmulationError
 from fa4.emulator.host_library import HostLibraryError, library_of_compiled, library_of_spec
 from fa4.emulator.launch_record import Launch
 from fa4.emulator.ptx import Parameter, parse
 from fa4.kernels.features import ForwardFeatures
 from fa4.pipelines.sm90 import forward_schedule
-from tests.emulator.tiny_options_kernel import compile_cluster, compile_tiny, tiny_spec
+from tests.emulator.tiny_options_kernel import (
+    compile_cluster,
+    compile_pair,
+    compile_tiny,
+    tiny_spec,
+)
 
 
 @pytest.fixture(scope="module")
@@ -240,3 +247,13 @@ def test_relabelled_tensor_shares_memory_and_keeps_strides() -> None:
 def test_tensor_elsewhere_is_refused() -> None:
     with pytest.raises(ValueError, match="on meta; the emulator takes CPU tensors"):
         as_cuda(torch.empty(2, device="meta"))
+
+
+def test_tensors_may_come_in_a_tuple() -> None:
+    function = HostFunction(library_of_compiled(compile_pair()))
+    x, y = vectors(64)
+    fa4.emulator.run(function, (x, y))
+    assert torch.equal(y, x + 1)
+    inputs = {0: TensorUse("both")}  # of arguments by position: says nothing of those in tuples
+    fa4.emulator.run(function, (y, x), uses=inputs)
+    assert torch.equal(x, y + 1)

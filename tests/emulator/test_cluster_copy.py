@@ -5,7 +5,7 @@ import struct
 import numpy as np
 import pytest
 
-from fa4.emulator.errors import Deadlock, Misaligned, OutOfBounds, UnwrittenRead
+from fa4.emulator.errors import Deadlock, EmulationError, Misaligned, OutOfBounds, UnwrittenRead
 from fa4.emulator.execute import Options, run_launch
 from fa4.emulator.launch_record import Launch
 from fa4.emulator.memory import GlobalMemory
@@ -302,3 +302,49 @@ def test_bytes_that_go_to_another_mbarrier_are_a_deadlock() -> None:
     barrier = "and.b32 %r9, %r59, 0xFEFFFFFF;"
     with pytest.raises(Deadlock, match=f"{TILE_BYTES} bytes pending"):
         run_tiles(OPCODE + ".cta_group::2", barrier, {3: TILE_BYTES}, "round_robin")
+
+
+# -- parts of a warp at the cluster's barrier ------------------------------------------------------
+
+APART = """
+    setp.eq.u32 %p1, %r60, 0;
+    mov.b32 %r1, 0;
+    @!%p1 bra together;
+work:
+    add.u32 %r1, %r1, 1;
+    setp.lt.u32 %p2, %r1, 5;
+    @%p2 bra work;
+together:
+    barrier.cluster.arrive{aligned};
+    barrier.cluster.wait{aligned};
+"""
+
+
+@pytest.mark.parametrize("schedule", ["round_robin", "random", "adversarial"])
+def test_lanes_may_come_apart_to_a_barrier_that_is_not_aligned(schedule: str) -> None:
+    out = np.zeros(2, np.uint32)
+    body = APART.format(aligned="") + "    red.global.add.u32 [%rd0], 1;\n"
+    body = body.replace("@!%p1 bra together", "@%p1 bra work;\n    bra together")
+    run_body(body + APART.format(aligned="").replace("work", "more").replace("together", "behind"),
+             [out], threads=32, grid=2, cluster=2, schedule=schedule)  # fmt: skip
+    assert out[0] == 64
+
+
+def test_a_lane_alone_cannot_pass_the_barrier() -> None:
+    body = """
+    setp.eq.u32 %p1, %r60, 0;
+    @!%p1 bra skip;
+    barrier.cluster.arrive;
+    barrier.cluster.wait;
+skip:
+    bar.warp.sync -1;
+"""
+    with pytest.raises(Deadlock, match="the cluster's barrier"):
+        run_body(body, threads=32, grid=2, cluster=2)
+
+
+def test_an_aligned_barrier_needs_the_whole_warp() -> None:
+    body = "    setp.eq.u32 %p1, %r60, 0;\n    @%p1 bra skip;\n"
+    body += "    barrier.cluster.arrive.aligned;\n    barrier.cluster.wait.aligned;\nskip:\n"
+    with pytest.raises(EmulationError, match="part of the warp"):
+        run_body(body, threads=32, grid=2, cluster=2)

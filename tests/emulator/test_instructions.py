@@ -95,6 +95,8 @@ FLOAT_CASES: list[tuple[str, str, list[tuple[str, Any]], list[float]]] = [
     ("max.NaN.f32", "f32", [("f32", F32), ("f32", G32)], [1.5, 3.0, np.inf, np.nan]),
     ("max.f32", "f32", [("f32", [1.0]), ("f32", [4.0]), ("f32", [2.0])], [4.0]),
     ("min.f32", "f32", [("f32", [np.nan]), ("f32", [4.0])], [4.0]),
+    ("add.rn.f32.bf16", "f32", [("u16", [0x3FC0]), ("f32", [0.25])], [1.75]),
+    ("sub.f32.f16", "f32", [("f16", [1.5]), ("f32", [0.25])], [1.25]),
     ("neg.f32", "f32", [("f32", [1.0])], [-1.0]),
     ("abs.f32", "f32", [("f32", [-1.0])], [1.0]),
     ("div.rn.f32", "f32", [("f32", [1.0]), ("f32", [3.0])], [float(np.float32(1) / np.float32(3))]),
@@ -167,6 +169,26 @@ def test_packed_arithmetic() -> None:
     bf16 = np.array([0x3F80_4000], np.uint32)  # 1 and 2
     found = run_instruction("fma.rn.bf16x2", "u32", *[("u32", bf16)] * 3)
     assert found.tolist() == [0x4000_40C0]
+
+
+def test_extremes_of_bf16() -> None:
+    pairs = np.array([0x3F80_C000, 0x7FC0_4000], np.uint32)  # 1, -2 and NaN, 2
+    others = np.array([0x4000_BF80, 0x3F80_7FC0], np.uint32)  # 2, -1 and 1, NaN
+    sources = [("u32", pairs), ("u32", others)]
+    assert run_instruction("max.bf16x2", "u32", *sources).tolist() == [0x4000_BF80, 0x3F80_4000]
+    assert run_instruction("min.bf16x2", "u32", *sources).tolist() == [0x3F80_C000, 0x3F80_4000]
+    assert run_instruction("max.NaN.bf16x2", "u32", *sources).tolist()[1] == 0x7FFF_7FFF
+
+
+def test_pairs_of_bytes_and_of_halves() -> None:
+    halves = np.array([[1.0, -2.0], [1000.0, 2.0**-9]], np.float16).view(np.uint32).reshape(-1)
+    to_bytes = "cvt.rn.satfinite.e4m3x2.f16x2"
+    assert run_instruction(to_bytes, "u16", ("u32", halves)).tolist() == [0xC038, 0x017E]
+    bf16 = np.array([0xC000_3F80], np.uint32)  # 1 in the lower half
+    found = run_instruction("cvt.rn.satfinite.e5m2x2.bf16x2", "u16", ("u32", bf16))
+    assert found.tolist() == [0xC03C]
+    back = run_instruction("cvt.rn.f16x2.e4m3x2", "u32", ("u16", [0xC038, 0x017E]))
+    assert back.view(np.float16).tolist() == [1.0, -2.0, 448.0, 2.0**-9]
 
 
 def test_packed_conversions() -> None:

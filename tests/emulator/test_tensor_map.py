@@ -22,6 +22,7 @@ from fa4.emulator.tensor_map import (
     encode,
     gather_tile,
     load_tile,
+    of_gathered_rows,
     store_tile,
 )
 
@@ -409,3 +410,22 @@ def test_a_swizzle_with_atoms_of_32_bytes():
     for byte in range(0, tensor_map.tile_bytes, 4):
         place = (1024 + byte) ^ ((1024 + byte) >> 2 & 0x60)
         assert np.array_equal(shared.bytes[place : place + 4], data[byte : byte + 4]), byte
+
+
+# ------------------------------------------------------------------ rows from anywhere
+
+
+def test_gathered_rows_lie_together_and_missing_ones_are_zero():
+    memory, data = filled_memory()
+    shared = SharedMemory.create(4096)
+    tensor_map = of_gathered_rows(make_map(box=(64, 1)))
+    assert tensor_map.box == (64, 4)
+    assert load_tile(tensor_map, memory, shared, 1024, (0, 7, 99, 100, 3)) == 512
+    rows = data[: 100 * 256].reshape(100, 256)[:, :128]
+    expected = np.stack((rows[7], rows[99], np.zeros(128, np.uint8), rows[3]))
+    for row, byte in itertools.product(range(4), range(0, 128, 16)):
+        place = swizzled_offset(1024 + 128 * row + byte, 128)
+        found = shared.bytes[place : place + 16]
+        assert np.array_equal(found, expected[row, byte : byte + 16]), (row, byte)
+    with pytest.raises(InvalidDescriptor, match="gather4"):
+        of_gathered_rows(make_map())

@@ -48,6 +48,11 @@ def test_votes_elections_and_reductions() -> None:
         assert one_value_a_lane(body) == [expected] * 32
     assert one_value_a_lane("redux.sync.add.u32 %r1, %r60, -1;\n") == [496] * 32
     assert one_value_a_lane("redux.sync.max.s32 %r1, %r60, -1;\n") == [31] * 32
+    floats = "cvt.rn.f32.u32 %r2, %r60;\nsub.f32 %r2, %r2, 0f42200000;\n"  # -40 to -9
+    for operation, expected in (("max", -9.0), ("min", -40.0), ("max.abs", 40.0)):
+        reduce = f"redux.sync.{operation}.f32 %r1, %r2, -1;\n"
+        found = np.array(one_value_a_lane(floats + reduce), np.uint32).view(np.float32)
+        assert (found == expected).all(), operation
     elect = "elect.sync %r2|%p1, -1;\nselp.b32 %r1, 7, %r2, %p1;\n"
     assert one_value_a_lane(elect) == [7] + [0] * 31
 

@@ -44,6 +44,26 @@ def compile_tiny(
     )
 
 
+def compile_pair() -> Any:
+    """`AddOneToEach` for vectors of 64 float32, with its PTX."""
+    import cutlass
+    import cutlass.cute as cute
+
+    from tests.emulator.tiny_pair_code import AddOneToEach
+
+    both = tuple(
+        cute.runtime.make_fake_tensor(cutlass.Float32, (64,), (1,), assumed_align=4)
+        for _ in range(2)
+    )
+    with tempfile.TemporaryDirectory() as folder:
+        return cute.compile(
+            AddOneToEach(),
+            both,
+            cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True),
+            options=f"--enable-tvm-ffi --gpu-arch sm_90a --keep-ptx --dump-dir={folder}",
+        )
+
+
 def compile_cluster(shared_bytes: int) -> Any:
     """`WriteRanks` for int32 vectors, with its PTX."""
     import cutlass
