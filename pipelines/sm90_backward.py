@@ -77,6 +77,7 @@ class DkvSchedule:
     tile_m                query rows of a block
     q_stages              Q buffers, each with its rows' LSE
     grad_stages           dO buffers, each with its rows' delta
+    cluster               CTAs with neighbouring keys that share their loads of Q and dO: 1 or 2
     consumer_registers    per thread, after setmaxnreg
     producer_registers    per thread, after setmaxnreg
     """
@@ -86,6 +87,7 @@ class DkvSchedule:
     tile_m: int
     q_stages: int
     grad_stages: int
+    cluster: int = 1
     consumer_registers: int = 240
     producer_registers: int = 24
 
@@ -108,9 +110,12 @@ class DkvSchedule:
     def smem_bytes(self) -> int:
         """Barriers, K and V, the Q and dO stages with their statistics, two stages of P."""
         stage_rows = self.q_stages * self.head_dim + self.grad_stages * self.head_dim_v
-        elements = 2 * self.slab + self.tile_m * stage_rows + 2 * self.tile_n * self.tile_m
-        statistics = (self.q_stages + self.grad_stages) * self.tile_m
-        return BARRIER_BYTES + ELEMENT_BYTES * elements + STATISTIC_BYTES * statistics
+        tiles = ELEMENT_BYTES * (2 * self.slab + self.tile_m * stage_rows)
+        stages = self.q_stages + self.grad_stages
+        ahead = 2 * 8 * (2 + stages) + STATISTIC_BYTES * stages * self.tile_m
+        ahead += 2 * ELEMENT_BYTES * self.tile_n * self.tile_m
+        # Tiles begin at multiples of their swizzle's period.
+        return -(-ahead // 1024) * 1024 + tiles
 
     @property
     def accumulator_registers(self) -> int:
@@ -120,7 +125,8 @@ class DkvSchedule:
 
     @property
     def name(self) -> str:
-        return f"m{self.tile_m}n{self.tile_n}q{self.q_stages}g{self.grad_stages}"
+        name = f"m{self.tile_m}n{self.tile_n}q{self.q_stages}g{self.grad_stages}"
+        return name if self.cluster == 1 else f"{name}_cluster{self.cluster}"
 
     @property
     def description(self) -> str:
@@ -128,6 +134,7 @@ class DkvSchedule:
         return (
             f"dK, dV: key tile {self.tile_n}, query block {self.tile_m}, {self.q_stages} Q and "
             f"{self.grad_stages} dO stages, a warpgroup for each gradient, "
+            f"{f'clusters of {self.cluster}, ' if self.cluster > 1 else ''}"
             f"{self.smem_bytes // 1024} KiB shared memory"
         )
 
@@ -138,6 +145,8 @@ class DkvSchedule:
         if self.q_stages < 2:
             # S of a block is computed while the Q of the block before is still in use.
             problems.append(f"q_stages={self.q_stages} is below 2")
+        if self.cluster not in (1, 2):
+            problems.append(f"cluster={self.cluster} is not 1 or 2")
         if self.grad_stages < 1:
             problems.append(f"grad_stages={self.grad_stages} is below 1")
         needed = self.accumulator_registers + OTHER_REGISTERS
@@ -160,6 +169,7 @@ class DqSchedule:
     tile_n                keys of a block
     k_stages, v_stages    K and V buffers
     statistics_tile       tile_m of the workspace that holds the row statistics
+    cluster               CTAs with neighbouring rows that share their loads of K and V: 1 or 2
     takes_turns           warpgroups issue their matmuls in turns, so that one computes on scores
                           while the other keeps the tensor cores busy
     consumer_registers    per thread, after setmaxnreg
@@ -172,6 +182,7 @@ class DqSchedule:
     k_stages: int
     v_stages: int
     statistics_tile: int
+    cluster: int = 1
     takes_turns: bool = True
     consumer_registers: int = 240
     producer_registers: int = 24
@@ -200,14 +211,17 @@ class DqSchedule:
 
     @property
     def name(self) -> str:
-        return f"m{self.tile_m}n{self.tile_n}k{self.k_stages}v{self.v_stages}"
+        name = f"m{self.tile_m}n{self.tile_n}k{self.k_stages}v{self.v_stages}"
+        return name if self.cluster == 1 else f"{name}_cluster{self.cluster}"
 
     @property
     def description(self) -> str:
         """One line for people."""
         return (
             f"dQ: query tile {self.tile_m}, key block {self.tile_n}, {self.k_stages} K and "
-            f"{self.v_stages} V stages, {self.smem_bytes // 1024} KiB shared memory"
+            f"{self.v_stages} V stages, "
+            f"{f'clusters of {self.cluster}, ' if self.cluster > 1 else ''}"
+            f"{self.smem_bytes // 1024} KiB shared memory"
         )
 
     def __post_init__(self) -> None:
@@ -217,6 +231,8 @@ class DqSchedule:
         if self.k_stages < 2:
             # S of a block is computed while the K of the block before is still in use.
             problems.append(f"k_stages={self.k_stages} is below 2")
+        if self.cluster not in (1, 2):
+            problems.append(f"cluster={self.cluster} is not 1 or 2")
         if self.v_stages < 1:
             problems.append(f"v_stages={self.v_stages} is below 1")
         needed = self.accumulator_registers + OTHER_REGISTERS
@@ -241,7 +257,11 @@ class TwoKernelSchedules:
 
 
 def two_kernel_schedules(features: BackwardFeatures) -> TwoKernelSchedules:
-    """The largest blocks whose shared memory and registers fit, with two stages before one."""
+    """Two stages of every operand where blocks of 48 and more fit them, then the largest blocks.
+
+    With a single stage the next load waits for the product that reads the last one, and is then
+    waited for itself. Smaller blocks read more of shared memory for each multiplication.
+    """
     dkv = _dkv_schedule(features)
     prepare = PrepareSchedule(features.head_dim_v, dkv.tile_m)
     return TwoKernelSchedules(prepare, dkv, _dq_schedule(features, dkv.tile_m))
@@ -250,8 +270,8 @@ def two_kernel_schedules(features: BackwardFeatures) -> TwoKernelSchedules:
 def _dkv_schedule(features: BackwardFeatures) -> DkvSchedule:
     # With softcap the derivative of a block is kept beside its probabilities.
     largest = 128 if features.score == "plain" else 64
-    for tile_m in range(largest, 15, -16):
-        for grad_stages in (2, 1):
+    for grad_stages, smallest in ((2, 48), (1, 16)):
+        for tile_m in range(largest, smallest - 1, -16):
             try:
                 return DkvSchedule(features.head_dim, features.head_dim_v, tile_m, 2, grad_stages)
             except ValueError:
@@ -262,8 +282,8 @@ def _dkv_schedule(features: BackwardFeatures) -> DkvSchedule:
 
 
 def _dq_schedule(features: BackwardFeatures, statistics_tile: int) -> DqSchedule:
-    for tile_n in range(128, 15, -16):
-        for v_stages in (2, 1):
+    for v_stages, smallest in ((2, 48), (1, 16)):
+        for tile_n in range(128, smallest - 1, -16):
             try:
                 return DqSchedule(
                     features.head_dim, features.head_dim_v, tile_n, 2, v_stages, statistics_tile

@@ -2,17 +2,19 @@
 
 How good is good enough, as in tests/oracle.py
     The answer is autograd through float64 attention of the very inputs. The peer is PyTorch math in
-    the inputs' dtype with a float32 softmax: every matrix product takes operands in that dtype and
-    sums in float32, so the probabilities, their gradients and the gradients of the scores are each
-    rounded once on the way, and the results once more.
+    the inputs' dtype, from what a fused forward pass leaves: its output, rounded to that dtype.
+    Every matrix product takes operands in that dtype and sums in float32, so the probabilities,
+    their gradients and the gradients of the scores are each rounded once on the way, and the
+    results once more.
 
         allowed = 1.5 x the peer's largest error + one rounding (eps / 2) of the largest exact value
                   + 1e-5 for inputs of order 1
 
-    The last term is for sums whose terms cancel, such as dq of a query that sees a single key: their
-    float32 roundings remain. Both maxima are taken over rows that sum up about as many terms (within a factor of two): keys
-    that a query sees for dq, queries that see a key for dk and dv. NaN and infinities must stand
-    where the exact ones do, and rows that sum up nothing must be exactly 0.
+    The last term is for sums whose terms cancel, such as dq of a query that sees a single key:
+    their float32 roundings remain. Both maxima are taken over rows that sum up about as many terms
+    (within a factor of two): keys that a query sees for dq, queries that see a key for dk and dv.
+    NaN and infinities must stand where the exact ones do, and rows that sum up nothing must be
+    exactly 0.
 """
 
 from __future__ import annotations
@@ -83,8 +85,11 @@ def exact_gradients(inputs: Inputs, incoming: Incoming) -> Gradients:
     return Gradients(*found[:3], found[3] if inputs.sink is not None else None)
 
 
-def peer_gradients(inputs: Inputs, incoming: Incoming) -> Gradients:
-    """PyTorch math in the inputs' dtype, as described at the top; dsink is not judged by it."""
+def peer_gradients(inputs: Inputs, incoming: Incoming, out: Tensor) -> Gradients:
+    """PyTorch math in the inputs' dtype, as described at the top; dsink is not judged by it.
+
+    out  the forward pass's output that the gradients to be judged were worked out from
+    """
     case, dtype = inputs.case, inputs.case.dtype
     wide = torch.float64 if dtype == torch.float64 else torch.float32
     dq, dk, dv = (torch.zeros_like(t) for t in (inputs.q, inputs.k, inputs.v))
@@ -99,7 +104,9 @@ def peer_gradients(inputs: Inputs, incoming: Incoming) -> Gradients:
         rows, keys = live[iq].nonzero()[:, 0], seen[ik].nonzero()[:, 0]
         if not rows.numel():
             continue
-        q, grad = (t[iq][rows].to(wide).transpose(0, 1) for t in (inputs.q, incoming.grad_out))
+        q, grad, o = (
+            t[iq][rows].to(wide).transpose(0, 1) for t in (inputs.q, incoming.grad_out, out)
+        )
         group = case.heads_q // case.heads_kv
         k, v = (
             t[ik][keys].to(wide).transpose(0, 1).repeat_interleave(group, dim=0)
@@ -122,7 +129,7 @@ def peer_gradients(inputs: Inputs, incoming: Incoming) -> Gradients:
             lse = torch.logaddexp(lse, inputs.sink.to(wide).reshape(-1, 1, 1))
         p = torch.exp(x - lse)
         dp = (grad @ v.transpose(1, 2)).to(dtype).to(wide)
-        drawn = (p * dp).sum(dim=-1, keepdim=True)
+        drawn = (grad * o).sum(dim=-1, keepdim=True)
         if incoming.grad_lse is not None:
             by_head = incoming.grad_lse if case.packed_q else incoming.grad_lse[b]
             at = rows + (iq[0].start if case.packed_q else 0)
@@ -167,16 +174,16 @@ def assert_gradients_match(
     actual: Gradients,
     inputs: Inputs,
     incoming: Incoming,
-    peer: Gradients | None = None,
+    out: Tensor,
 ) -> None:
     """Fail, saying where and by how much, unless the gradients are right.
 
-    peer  gradients to allow for instead of `peer_gradients`'
+    out  the forward pass's output that they were worked out from
     """
     case = inputs.case
     context = f"\n  case {case}\n  seed {inputs.seed}"
     exact = exact_gradients(inputs, incoming)
-    peer = peer or peer_gradients(inputs, incoming)
+    peer = peer_gradients(inputs, incoming, out)
     device = inputs.q.device
     terms = {
         "dq": num_visible_keys(case, device),

@@ -6,6 +6,9 @@
 over the query rows i that see key j, of every query head that shares j's head. y are the scores as
 in the forward pass; w = p, times the derivative of the softcap where there is one.
 
+Where the schedule says so, two CTAs with neighbouring keys form a cluster: each fetches half of
+every block of Q and dO, for both. They go through the same blocks, those that either needs.
+
 Both sums are taken in registers, in the order of heads and rows: the same bits in every run. With
 64 keys a CTA each fits one warpgroup at any head dim up to 256, so the two warpgroups share the
 work by gradient, not by keys. Products are transposed (keys are rows), so that p and dx leave the
@@ -24,9 +27,10 @@ Shared memory (`DkvSchedule.smem_bytes`)
 
 Hand-offs
   q, grad  `PipelineTmaAsync`, with the rows' statistics; given back by every warp of both
-           warpgroups as soon as the product that reads them is done
+           warpgroups (of all CTAs of the cluster, to all of them) as soon as the product that
+           reads them is done
   k, v     `PipelineTmaAsync` of one stage, filled once
-  w        named barriers FILLED and DRAINED, a pair a stage
+  w        named barriers FILLED and, with more than two stages of Q, DRAINED, one each a stage
 
 Method: FA2, algorithm 2, with keys outside; FA3 (roles). Row statistics: `backward_prepare`.
 """
@@ -98,13 +102,20 @@ class Call(NamedTuple):
 
 
 class Work(NamedTuple):
-    """One key tile: which it is (``tile.m_block`` counts key tiles), and the rows that see it."""
+    """The keys of a CTA, and the rows that see them.
+
+    tile       of the cluster: ``tile.m_block`` counts tiles of all its keys
+    n_block    of the CTA: counts tiles of its own keys
+    rows       that see any key of the cluster's tile
+    num_steps  blocks of rows, of all query heads together
+    """
 
     tile: Tile
+    n_block: Int32
     q: SequenceBounds
     k: SequenceBounds
     rows: RowRange
-    num_steps: Int32  # blocks of rows, of all heads together
+    num_steps: Int32
 
 
 class Rings(NamedTuple):
@@ -141,6 +152,9 @@ class HopperBackwardDkv:
         self.dtype = DTYPES[features.dtype]
         self.q_is_ragged = features.packed_q or features.has_seqused_q
         self.k_is_ragged = features.packed_k or features.has_seqused_k
+        # A stage of w is written when S of its block is done, whose Q may only have been loaded
+        # after warpgroup 2 had given back the Q of q_stages blocks before, and read that block's w.
+        self.must_drain = schedule.q_stages > WEIGHT_STAGES
 
     # ---------------------------------------------------------------- host side
     @cute.jit
@@ -194,11 +208,16 @@ class HopperBackwardDkv:
         dv_layout = sm90.make_smem_layout_epi(self.dtype, row_major, (ROWS, head_dim_v), 1)
 
         load = cpasync.CopyBulkTensorTileG2SOp()
+        shared_load = load
+        if const_expr(schedule.cluster > 1):
+            shared_load = cpasync.CopyBulkTensorTileG2SMulticastOp()
         store = cpasync.CopyBulkTensorTileS2GOp()
         k_tma = self.tma(load, k, self.k_is_ragged, k_layout, (tile_n, head_dim))
         v_tma = self.tma(load, v, self.k_is_ragged, v_layout, (tile_n, head_dim_v))
-        q_tma = self.tma(load, q, self.q_is_ragged, q_layout, (tile_m, head_dim))
-        grad_tma = self.tma(load, grad, self.q_is_ragged, grad_layout, (tile_m, head_dim_v))
+        parts, q_is_ragged = schedule.cluster, self.q_is_ragged
+        q_tma = self.tma(shared_load, q, q_is_ragged, q_layout, (tile_m, head_dim), parts)
+        grad_tile = (tile_m, head_dim_v)
+        grad_tma = self.tma(shared_load, grad, q_is_ragged, grad_layout, grad_tile, parts)
         dk_tma = self.tma(store, dk, self.k_is_ragged, dk_layout, (tile_n, head_dim))
         dv_tma = self.tma(store, dv, self.k_is_ragged, dv_layout, (tile_n, head_dim_v))
 
@@ -229,10 +248,10 @@ class HopperBackwardDkv:
 
         if const_expr(self.features.packed_k):
             num_batches = Int32(1)
-            num_n_blocks = num_slots(k.shape[0], mCuK.shape[0] - 1, tile_n)
+            num_n_blocks = num_slots(k.shape[0], mCuK.shape[0] - 1, schedule.cluster * tile_n)
         else:
             num_batches = k.shape[3]
-            num_n_blocks = cute.ceil_div(k.shape[0], tile_n)
+            num_n_blocks = cute.ceil_div(k.shape[0], schedule.cluster * tile_n)
         heads_kv = k.shape[2]
         call = Call(
             mCuQ,
@@ -269,8 +288,9 @@ class HopperBackwardDkv:
             (dk_layout, dv_layout),
             call,
         ).launch(
-            grid=(num_n_blocks * heads_kv * num_batches, 1, 1),
+            grid=(num_n_blocks * heads_kv * num_batches * schedule.cluster, 1, 1),
             block=(schedule.threads, 1, 1),
+            cluster=(schedule.cluster, 1, 1),
             stream=stream,
         )
 
@@ -287,13 +307,18 @@ class HopperBackwardDkv:
             a_source=a_source,
         )
 
-    def tma(self, op, tensor: cute.Tensor, is_ragged: bool, staged_layout, tile):
-        """A TMA copy of ``tile`` rows by dims of ``tensor`` to or from one stage of a layout."""
+    def tma(self, op, tensor: cute.Tensor, is_ragged: bool, staged_layout, tile, parts: int = 1):
+        """A TMA copy of ``tile`` rows by dims of ``tensor`` to or from one stage of a layout.
+
+        parts  of which each CTA of the cluster copies one, to all of them
+        """
         units = None
         if is_ragged:
             tensor, *units = global_view.ragged(tensor)
         one_stage = cute.slice_(staged_layout, (None, None, 0))
-        atom, coordinates = cpasync.make_tiled_tma_atom(op, tensor, one_stage, tile)
+        atom, coordinates = cpasync.make_tiled_tma_atom(
+            op, tensor, one_stage, tile, num_multicast=parts
+        )
         return Tma(atom, coordinates, units and tuple(units))
 
     # -------------------------------------------------------------- device side
@@ -344,18 +369,19 @@ class HopperBackwardDkv:
             dk=tensor(storage.sV, dk_layout),
         )
         row_bytes = tile_m * Float32.width // 8
+        q_stages, grad_stages, ctas = schedule.q_stages, schedule.grad_stages, schedule.cluster
         rings = Rings(
-            k=self.ring(storage.k_barriers, 1, 4, shared.k, 0),
-            v=self.ring(storage.v_barriers, 1, 4, shared.v, 0),
-            q=self.ring(storage.q_barriers, schedule.q_stages, 8, shared.q, row_bytes),
-            grad=self.ring(storage.grad_barriers, schedule.grad_stages, 8, shared.grad, row_bytes),
+            k=self.ring(storage.k_barriers, 1, 4, shared.k, 0, 1),
+            v=self.ring(storage.v_barriers, 1, 4, shared.v, 0, 1),
+            q=self.ring(storage.q_barriers, q_stages, 8, shared.q, row_bytes, ctas),
+            grad=self.ring(storage.grad_barriers, grad_stages, 8, shared.grad, row_bytes, ctas),
         )
-        pipeline.pipeline_init_arrive(is_relaxed=True)
-        pipeline.pipeline_init_wait()
+        pipeline.pipeline_init_arrive(cute.make_layout(ctas), is_relaxed=True)
+        pipeline.pipeline_init_wait(cute.make_layout(ctas))
 
         work = self.locate(call)
         # A slot of no tile has nothing to do.
-        if work.tile.m_block * schedule.tile_n < work.k.rows:
+        if work.tile.m_block * schedule.cluster * schedule.tile_n < work.k.rows:
             if warp_idx < 4:
                 cute.arch.setmaxregister_decrease(schedule.producer_registers)
                 if warp_idx == 0:
@@ -366,20 +392,27 @@ class HopperBackwardDkv:
             else:
                 cute.arch.setmaxregister_increase(schedule.consumer_registers)
                 self.sum_keys(mma_scores, mma_dk, dk_tma, shared, rings, work, call)
+        if const_expr(schedule.cluster > 1):
+            # Barriers of a CTA must outlive the other one's last release.
+            cute.arch.cluster_arrive()
+            cute.arch.cluster_wait()
 
-    def ring(self, barriers, stages: int, releases: int, buffer: cute.Tensor, more_bytes: int):
-        """A TMA-to-threads pipeline whose stages are given back by ``releases`` warps.
+    def ring(
+        self, barriers, stages: int, releases: int, buffer: cute.Tensor, more_bytes: int, ctas: int
+    ):
+        """A TMA-to-threads pipeline whose stages are given back by ``releases`` warps a CTA.
 
         more_bytes  of a stage, beside its part of ``buffer``
+        ctas        that fill and drain each other's stages
         """
         tile_bytes = cute.size_in_bytes(buffer.element_type, buffer[None, None, 0].layout)
         return pipeline.PipelineTmaAsync.create(
             num_stages=stages,
             producer_group=pipeline.CooperativeGroup(pipeline.Agent.Thread),
-            consumer_group=pipeline.CooperativeGroup(pipeline.Agent.Thread, releases),
+            consumer_group=pipeline.CooperativeGroup(pipeline.Agent.Thread, releases * ctas),
             tx_count=tile_bytes + more_bytes,
             barrier_storage=barriers.data_ptr(),
-            cta_layout_vmnk=cute.make_layout((1, 1, 1, 1)),
+            cta_layout_vmnk=cute.make_layout((1, ctas, 1, 1)),
             defer_sync=True,
         )
 
@@ -399,14 +432,14 @@ class HopperBackwardDkv:
         """The work of this CTA; a slot of no tile has its first key past the sequence's rows."""
         schedule, features = self.schedule, self.features
         tile = locate_tile(
-            cute.arch.block_idx()[0],
+            cute.arch.block_idx()[0] // schedule.cluster,
             call.num_n_blocks,
             call.heads_kv,
             call.num_batches,
             call.heads_in_group,
             call.rows_k,
             call.cu_seqlens_k,
-            schedule.tile_n,
+            schedule.cluster * schedule.tile_n,
             # Under a causal mask the first keys are seen by most rows: they come first as it is.
             False,
         )
@@ -421,10 +454,13 @@ class HopperBackwardDkv:
             features.has_left_bound,
             features.has_right_bound,
             schedule.tile_m,
-            schedule.tile_n,
+            schedule.cluster * schedule.tile_n,
         )
         num_steps = (rows.end - rows.first) * (call.heads_q // call.heads_kv)
-        return Work(tile, q, k, rows, num_steps)
+        n_block = tile.m_block
+        if const_expr(schedule.cluster > 1):
+            n_block = n_block * schedule.cluster + cute.arch.block_idx_in_cluster()
+        return Work(tile, n_block, q, k, rows, num_steps)
 
     @cute.jit
     def load(
@@ -444,7 +480,7 @@ class HopperBackwardDkv:
         Waits for free stages of q and grad; the copies signal their full barriers.
         """
         schedule, features = self.schedule, self.features
-        tile, rows = work.tile, work.rows
+        tile, rows, parts = work.tile, work.rows, schedule.cluster
         once = self.stage_at(Int32(0), 1, True)
         batch_q = Int32(0) if const_expr(features.packed_q) else tile.batch_idx
         first_block = row_statistics.first_block(
@@ -459,14 +495,14 @@ class HopperBackwardDkv:
             gGrad = self.row_blocks(grad_tma, work, head_idx, batch_q, schedule.head_dim_v)
             if i == 0:
                 gK = self.key_tiles(k_tma, work, work.k.length, schedule.head_dim)
-                self.load_tile(k_tma, gK, shared.k, rings.k, tile.m_block, once)
-            self.load_tile(q_tma, gQ, shared.q, rings.q, block, q_state)
+                self.load_tile(k_tma, gK, shared.k, rings.k, work.n_block, once, 1)
+            self.load_tile(q_tma, gQ, shared.q, rings.q, block, q_state, parts)
             gLse = mStatistics[0, batch_q, head_idx, None]
             self.load_row(gLse, shared.lse, rings.q, first_block + block, q_state)
             if i == 0:
                 gV = self.key_tiles(v_tma, work, work.k.length, schedule.head_dim_v)
-                self.load_tile(v_tma, gV, shared.v, rings.v, tile.m_block, once)
-            self.load_tile(grad_tma, gGrad, shared.grad, rings.grad, block, grad_state)
+                self.load_tile(v_tma, gV, shared.v, rings.v, work.n_block, once, 1)
+            self.load_tile(grad_tma, gGrad, shared.grad, rings.grad, block, grad_state, parts)
             gDelta = mStatistics[1, batch_q, head_idx, None]
             self.load_row(gDelta, shared.delta, rings.grad, first_block + block, grad_state)
             block = block + 1
@@ -504,15 +540,33 @@ class HopperBackwardDkv:
         ring: pipeline.PipelineAsync,
         block_idx: Int32,
         state: pipeline.PipelineState,
+        parts: cutlass.Constexpr[int],
     ):
-        """Copy one block of gX (rows, dim, blocks) to the stage of sX, once that is free."""
-        whole = cute.make_layout(1)
+        """Copy one block of gX (rows, dim, blocks) to the stage of sX, once that is free.
+
+        parts  this CTA copies one of so many, to every CTA of the cluster; all bytes of the stage
+               are waited for
+        """
+        part = cute.arch.block_idx_in_cluster() if const_expr(parts > 1) else 0
         tXsX, tXgX = cpasync.tma_partition(
-            tma.atom, 0, whole, cute.group_modes(sX, 0, 2), cute.group_modes(gX, 0, 2)
+            tma.atom,
+            part,
+            cute.make_layout(parts),
+            cute.group_modes(sX, 0, 2),
+            cute.group_modes(gX, 0, 2),
         )
         ring.producer_acquire(state)
         full = ring.producer_get_barrier(state)
-        cute.copy(tma.atom, tXgX[None, block_idx], tXsX[None, state.index], tma_bar_ptr=full)
+        everyone = None
+        if const_expr(parts > 1):
+            everyone = cutlass.Int16((1 << parts) - 1)
+        cute.copy(
+            tma.atom,
+            tXgX[None, block_idx],
+            tXsX[None, state.index],
+            tma_bar_ptr=full,
+            mcast_mask=everyone,
+        )
 
     @cute.jit
     def load_row(
@@ -654,7 +708,7 @@ class HopperBackwardDkv:
 
     def first_key(self, work: Work, thread: Int32):
         """The key of a thread's first accumulator row, in its sequence; the other is 8 further."""
-        tile_key = work.tile.m_block * self.schedule.tile_n
+        tile_key = work.n_block * self.schedule.tile_n
         return tile_key + thread // 32 * 16 + thread % 32 // 4
 
     @cute.jit
@@ -669,8 +723,9 @@ class HopperBackwardDkv:
     ):
         """Give a block's weights to the thread of warpgroup 2 that holds the same elements."""
         stage = step % WEIGHT_STAGES
-        if step >= WEIGHT_STAGES:
-            self.barrier(Barrier.DRAINED + stage).arrive_and_wait()
+        if const_expr(self.must_drain):
+            if step >= WEIGHT_STAGES:
+                self.barrier(Barrier.DRAINED + stage).arrive_and_wait()
         place = self.weights_of(shared, stage, thread)
         if const_expr(self.features.score == "softcap"):
             weights = cute.make_rmem_tensor_like(slopes, Float32)
@@ -803,9 +858,10 @@ class HopperBackwardDkv:
         place = self.weights_of(shared, stage, thread)
         words = cute.make_rmem_tensor(place.shape, Int32)
         cute.autovec_copy(place, words)
-        # Of the last stages nobody waits any more.
-        if step + WEIGHT_STAGES < num_steps:
-            self.barrier(Barrier.DRAINED + stage).arrive()
+        if const_expr(self.must_drain):
+            # For the last stages nobody waits any more.
+            if step + WEIGHT_STAGES < num_steps:
+                self.barrier(Barrier.DRAINED + stage).arrive()
         halves = cute.recast_tensor(words, self.dtype)
         weights = accumulator.by_row(cute.make_tensor(halves.iterator, dp.layout))
         tile = accumulator.by_row(dp)
@@ -882,7 +938,7 @@ class HopperBackwardDkv:
                 cute.group_modes(slab, 0, 2),
                 cute.group_modes(gX, 0, 2),
             )
-            cute.copy(tma.atom, tXsX, tXgX[None, work.tile.m_block])
+            cute.copy(tma.atom, tXsX, tXgX[None, work.n_block])
             cute.arch.cp_async_bulk_commit_group()
             # Shared memory has to outlive the copy that reads it.
             cute.arch.cp_async_bulk_wait_group(0, read=True)

@@ -4,7 +4,9 @@
                                                    w[i, j]  = exp(y[i, j] - lse[i])
 
 over the keys j that row i sees; y are the scores as in the forward pass, and w has the derivative
-of the softcap as a factor where there is one. The sum is taken in registers, in the order of the
+of the softcap as a factor where there is one. Where the schedule says so, two CTAs with
+neighbouring rows form a cluster: each fetches half of every block of K and V, for both.
+ The sum is taken in registers, in the order of the
 keys: the same bits in every run, no zero fill and no second pass over dq.
 
 Roles (3 warpgroups)
@@ -18,7 +20,8 @@ Shared memory (`DqSchedule.smem_bytes`)
 
 Hand-offs (all `PipelineTmaAsync`)
   q, grad  stage = warpgroup, filled once
-  k, v     given back by every warp of both warpgroups: v after dP, k after the dQ of its block
+  k, v     given back by every warp of both warpgroups (of all CTAs of the cluster, to all of
+           them): v after dP, k after the dQ of its block
 
 Method: FA2, algorithm 2, with queries outside; FA3 section 3.1 (roles, turns). Row statistics:
 `backward_prepare`, read from global memory, since a thread needs those of two rows only.
@@ -91,9 +94,15 @@ class Call(NamedTuple):
 
 
 class Work(NamedTuple):
-    """One query tile: which it is, the rows of its sequence, and the keys it sees."""
+    """The query rows of a CTA, and the keys they see.
+
+    tile     of the cluster: ``tile.m_block`` counts tiles of all its rows
+    m_block  of the CTA: counts tiles of its own rows
+    keys     that any row of the cluster's tile sees
+    """
 
     tile: Tile
+    m_block: Int32
     q: SequenceBounds
     k: SequenceBounds
     keys: KeyRange
@@ -211,11 +220,15 @@ class HopperBackwardDq:
         dq_layout = sm90.make_smem_layout_epi(self.dtype, row_major, (ROWS, head_dim), WARPGROUPS)
 
         load = cpasync.CopyBulkTensorTileG2SOp()
+        shared_load = load
+        if const_expr(schedule.cluster > 1):
+            shared_load = cpasync.CopyBulkTensorTileG2SMulticastOp()
         store = cpasync.CopyBulkTensorTileS2GOp()
         q_tma = self.tma(load, q, self.q_is_ragged, q_layout, (ROWS, head_dim))
         grad_tma = self.tma(load, grad, self.q_is_ragged, grad_layout, (ROWS, head_dim_v))
-        k_tma = self.tma(load, k, self.k_is_ragged, k_layout, (tile_n, head_dim))
-        v_tma = self.tma(load, v, self.k_is_ragged, v_layout, (tile_n, head_dim_v))
+        parts, k_is_ragged = schedule.cluster, self.k_is_ragged
+        k_tma = self.tma(shared_load, k, k_is_ragged, k_layout, (tile_n, head_dim), parts)
+        v_tma = self.tma(shared_load, v, k_is_ragged, v_layout, (tile_n, head_dim_v), parts)
         dq_tma = self.tma(store, dq, self.q_is_ragged, dq_layout, (ROWS, head_dim))
 
         # One warpgroup's share: 64 rows of scores and their gradients, then 64 rows of dQ.
@@ -240,10 +253,11 @@ class HopperBackwardDq:
         heads_q = q.shape[2]
         if const_expr(self.features.packed_q):
             num_batches = Int32(1)
-            num_m_blocks = num_slots(q.shape[0], mCuQ.shape[0] - 1, schedule.tile_m)
+            tile_rows = schedule.cluster * schedule.tile_m
+            num_m_blocks = num_slots(q.shape[0], mCuQ.shape[0] - 1, tile_rows)
         else:
             num_batches = q.shape[3]
-            num_m_blocks = cute.ceil_div(q.shape[0], schedule.tile_m)
+            num_m_blocks = cute.ceil_div(q.shape[0], schedule.cluster * schedule.tile_m)
         call = Call(
             mCuQ,
             mCuK,
@@ -276,8 +290,9 @@ class HopperBackwardDq:
             (q_layout, grad_layout, k_layout, kt_layout, v_layout, dq_layout),
             call,
         ).launch(
-            grid=(num_m_blocks * heads_q * num_batches, 1, 1),
+            grid=(num_m_blocks * heads_q * num_batches * schedule.cluster, 1, 1),
             block=(schedule.threads, 1, 1),
+            cluster=(schedule.cluster, 1, 1),
             stream=stream,
         )
 
@@ -294,13 +309,18 @@ class HopperBackwardDq:
             a_source=a_source,
         )
 
-    def tma(self, op, tensor: cute.Tensor, is_ragged: bool, staged_layout, tile):
-        """A TMA copy of ``tile`` rows by dims of ``tensor`` to or from one stage of a layout."""
+    def tma(self, op, tensor: cute.Tensor, is_ragged: bool, staged_layout, tile, parts: int = 1):
+        """A TMA copy of ``tile`` rows by dims of ``tensor`` to or from one stage of a layout.
+
+        parts  of which each CTA of the cluster copies one, to all of them
+        """
         units = None
         if is_ragged:
             tensor, *units = global_view.ragged(tensor)
         one_stage = cute.slice_(staged_layout, (None, None, 0))
-        atom, coordinates = cpasync.make_tiled_tma_atom(op, tensor, one_stage, tile)
+        atom, coordinates = cpasync.make_tiled_tma_atom(
+            op, tensor, one_stage, tile, num_multicast=parts
+        )
         return Tma(atom, coordinates, units and tuple(units))
 
     # -------------------------------------------------------------- device side
@@ -339,19 +359,19 @@ class HopperBackwardDq:
             # Each warpgroup's dQ lies over its own Q, and nobody else's.
             dq=tensor(storage.sQ, dq_layout),
         )
-        warps = 4 * WARPGROUPS
+        warps, ctas = 4 * WARPGROUPS, schedule.cluster
         rings = Rings(
-            q=self.ring(storage.q_barriers, WARPGROUPS, 4, shared.q),
-            grad=self.ring(storage.grad_barriers, WARPGROUPS, 4, shared.grad),
-            k=self.ring(storage.k_barriers, schedule.k_stages, warps, shared.k),
-            v=self.ring(storage.v_barriers, schedule.v_stages, warps, shared.v),
+            q=self.ring(storage.q_barriers, WARPGROUPS, 4, shared.q, 1),
+            grad=self.ring(storage.grad_barriers, WARPGROUPS, 4, shared.grad, 1),
+            k=self.ring(storage.k_barriers, schedule.k_stages, warps, shared.k, ctas),
+            v=self.ring(storage.v_barriers, schedule.v_stages, warps, shared.v, ctas),
         )
-        pipeline.pipeline_init_arrive(is_relaxed=True)
-        pipeline.pipeline_init_wait()
+        pipeline.pipeline_init_arrive(cute.make_layout(ctas), is_relaxed=True)
+        pipeline.pipeline_init_wait(cute.make_layout(ctas))
 
         work = self.locate(call)
         # A slot of no tile has nothing to do.
-        if work.tile.m_block * schedule.tile_m < work.q.rows:
+        if work.tile.m_block * schedule.cluster * schedule.tile_m < work.q.rows:
             if warp_idx < 4:
                 cute.arch.setmaxregister_decrease(schedule.producer_registers)
                 if warp_idx == 0:
@@ -361,16 +381,23 @@ class HopperBackwardDq:
                 self.differentiate(
                     mma_scores, mma_dq, dq_tma, mStatistics, shared, rings, work, call
                 )
+        if const_expr(schedule.cluster > 1):
+            # Barriers of a CTA must outlive the other one's last release.
+            cute.arch.cluster_arrive()
+            cute.arch.cluster_wait()
 
-    def ring(self, barriers, stages: int, releases: int, buffer: cute.Tensor):
-        """A TMA-to-threads pipeline whose stages are given back by ``releases`` warps."""
+    def ring(self, barriers, stages: int, releases: int, buffer: cute.Tensor, ctas: int):
+        """A TMA-to-threads pipeline whose stages are given back by ``releases`` warps a CTA.
+
+        ctas  that fill and drain each other's stages
+        """
         return pipeline.PipelineTmaAsync.create(
             num_stages=stages,
             producer_group=pipeline.CooperativeGroup(pipeline.Agent.Thread),
-            consumer_group=pipeline.CooperativeGroup(pipeline.Agent.Thread, releases),
+            consumer_group=pipeline.CooperativeGroup(pipeline.Agent.Thread, releases * ctas),
             tx_count=cute.size_in_bytes(buffer.element_type, buffer[None, None, 0].layout),
             barrier_storage=barriers.data_ptr(),
-            cta_layout_vmnk=cute.make_layout((1, 1, 1, 1)),
+            cta_layout_vmnk=cute.make_layout((1, ctas, 1, 1)),
             defer_sync=True,
         )
 
@@ -390,14 +417,14 @@ class HopperBackwardDq:
         """The work of this CTA; a slot of no tile has m_block past its rows."""
         schedule, features = self.schedule, self.features
         tile = locate_tile(
-            cute.arch.block_idx()[0],
+            cute.arch.block_idx()[0] // schedule.cluster,
             call.num_m_blocks,
             call.heads_q,
             call.num_batches,
             call.heads_in_group,
             call.rows_q,
             call.cu_seqlens_q,
-            schedule.tile_m,
+            schedule.cluster * schedule.tile_m,
             features.has_right_bound,
         )
         q = sequence_bounds(tile.batch_idx, call.rows_q, call.cu_seqlens_q, call.seqused_q)
@@ -410,10 +437,13 @@ class HopperBackwardDq:
             call.right,
             features.has_left_bound,
             features.has_right_bound,
-            schedule.tile_m,
+            schedule.cluster * schedule.tile_m,
             schedule.tile_n,
         )
-        return Work(tile, q, k, keys)
+        m_block = tile.m_block
+        if const_expr(schedule.cluster > 1):
+            m_block = m_block * schedule.cluster + cute.arch.block_idx_in_cluster()
+        return Work(tile, m_block, q, k, keys)
 
     @cute.jit
     def load(
@@ -432,7 +462,7 @@ class HopperBackwardDq:
         Waits for free stages of k and v; the copies signal their full barriers.
         """
         schedule = self.schedule
-        tile, keys = work.tile, work.keys
+        keys, parts = work.keys, schedule.cluster
         gQ = self.query_tiles(q_tma, work, work.q.length, schedule.head_dim)
         gGrad = self.query_tiles(grad_tma, work, work.q.length, schedule.head_dim_v)
         gK = self.key_blocks(k_tma, work, call, schedule.head_dim)
@@ -442,18 +472,18 @@ class HopperBackwardDq:
             block = keys.first + i
             k_state = self.stage_at(i, schedule.k_stages, True)
             v_state = self.stage_at(i, schedule.v_stages, True)
-            self.load_tile(k_tma, gK, shared.k, rings.k, block, k_state)
+            self.load_tile(k_tma, gK, shared.k, rings.k, block, k_state, parts)
             if i == 0:
                 for w in cutlass.range_constexpr(WARPGROUPS):
                     state = self.stage_at(Int32(w), WARPGROUPS, True)
-                    m_idx = tile.m_block * WARPGROUPS + w
-                    self.load_tile(q_tma, gQ, shared.q, rings.q, m_idx, state)
-            self.load_tile(v_tma, gV, shared.v, rings.v, block, v_state)
+                    m_idx = work.m_block * WARPGROUPS + w
+                    self.load_tile(q_tma, gQ, shared.q, rings.q, m_idx, state, 1)
+            self.load_tile(v_tma, gV, shared.v, rings.v, block, v_state, parts)
             if i == 0:
                 for w in cutlass.range_constexpr(WARPGROUPS):
                     state = self.stage_at(Int32(w), WARPGROUPS, True)
-                    m_idx = tile.m_block * WARPGROUPS + w
-                    self.load_tile(grad_tma, gGrad, shared.grad, rings.grad, m_idx, state)
+                    m_idx = work.m_block * WARPGROUPS + w
+                    self.load_tile(grad_tma, gGrad, shared.grad, rings.grad, m_idx, state, 1)
         # No tail: barriers are this CTA's own, and its shared memory lives until its last warp.
 
     def query_tiles(self, tma: Tma, work: Work, length: Int32, dim: int):
@@ -484,15 +514,33 @@ class HopperBackwardDq:
         ring: pipeline.PipelineAsync,
         block_idx: Int32,
         state: pipeline.PipelineState,
+        parts: cutlass.Constexpr[int],
     ):
-        """Copy one block of gX (rows, dim, blocks) to the stage of sX, once that is free."""
-        whole = cute.make_layout(1)
+        """Copy one block of gX (rows, dim, blocks) to the stage of sX, once that is free.
+
+        parts  this CTA copies one of so many, to every CTA of the cluster; all bytes of the stage
+               are waited for
+        """
+        part = cute.arch.block_idx_in_cluster() if const_expr(parts > 1) else 0
         tXsX, tXgX = cpasync.tma_partition(
-            tma.atom, 0, whole, cute.group_modes(sX, 0, 2), cute.group_modes(gX, 0, 2)
+            tma.atom,
+            part,
+            cute.make_layout(parts),
+            cute.group_modes(sX, 0, 2),
+            cute.group_modes(gX, 0, 2),
         )
         ring.producer_acquire(state)
         full = ring.producer_get_barrier(state)
-        cute.copy(tma.atom, tXgX[None, block_idx], tXsX[None, state.index], tma_bar_ptr=full)
+        everyone = None
+        if const_expr(parts > 1):
+            everyone = cutlass.Int16((1 << parts) - 1)
+        cute.copy(
+            tma.atom,
+            tXgX[None, block_idx],
+            tXsX[None, state.index],
+            tma_bar_ptr=full,
+            mcast_mask=everyone,
+        )
 
     @cute.jit
     def differentiate(
@@ -514,7 +562,7 @@ class HopperBackwardDq:
         tidx = cute.arch.thread_idx()[0] - WARPGROUP
         wg = cute.arch.make_warp_uniform(tidx // WARPGROUP)
         thread = tidx % WARPGROUP
-        tile_row = work.tile.m_block * schedule.tile_m
+        tile_row = work.m_block * schedule.tile_m
         first_live = first_row_with_keys(
             work.q.length, work.k.length, call.right, self.features.has_right_bound
         )
@@ -747,7 +795,7 @@ class HopperBackwardDq:
                 cute.group_modes(slab, 0, 2),
                 cute.group_modes(gdQ, 0, 2),
             )
-            m_idx = work.tile.m_block * WARPGROUPS + wg
+            m_idx = work.m_block * WARPGROUPS + wg
             cute.copy(dq_tma.atom, tXsX, tXgX[None, m_idx])
             cute.arch.cp_async_bulk_commit_group()
             # Shared memory has to outlive the copy that reads it.

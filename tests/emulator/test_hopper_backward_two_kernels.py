@@ -83,7 +83,7 @@ def make_call(case: Case, has_grad_lse: bool = False, seed: int | None = None) -
 def test_emulated_gradients_are_right(case: Case) -> None:
     call = make_call(case)
     found = emulate_backward(call.decision, *call.arguments)
-    assert_gradients_match(found, call.inputs, call.incoming)
+    assert_gradients_match(found, call.inputs, call.incoming, call.out)
 
 
 @pytest.mark.parametrize(
@@ -98,7 +98,7 @@ def test_emulated_gradients_are_right(case: Case) -> None:
 def test_gradient_of_the_lse_enters(case: Case) -> None:
     call = make_call(case, has_grad_lse=True)
     found = emulate_backward(call.decision, *call.arguments)
-    assert_gradients_match(found, call.inputs, call.incoming)
+    assert_gradients_match(found, call.inputs, call.incoming, call.out)
 
 
 def test_bits_do_not_depend_on_how_warps_take_turns() -> None:
@@ -128,7 +128,7 @@ def test_no_race_is_found_under_any_interleaving(case: Case) -> None:
         {"schedule": "adversarial", "seed": 2},
     ):
         found = emulate_backward(call.decision, *call.arguments, check_races=True, **options)
-        assert_gradients_match(found, call.inputs, call.incoming)
+        assert_gradients_match(found, call.inputs, call.incoming, call.out)
 
 
 def prepare_step(call: Call, index: int) -> tuple[PreparedRun, Gradients]:
@@ -209,4 +209,4 @@ def test_other_schedules_give_the_same_gradients_to_rounding() -> None:
             ),
         )
         found = emulate_backward(decision, *call.arguments)
-        assert_gradients_match(found, call.inputs, call.incoming)
+        assert_gradients_match(found, call.inputs, call.incoming, call.out)
