@@ -367,18 +367,9 @@ class OneKernelSchedule:
         return BARRIER_BYTES + ELEMENT_BYTES * elements + STATISTIC_BYTES * fp32
 
     @property
-    def dq_shares_dp(self) -> bool:
-        """Whether dQ's accumulator lies over dP's, which it does only to save registers."""
-        return self._registers_without_dq + self.dq_columns // 2 > 212
-
-    @property
-    def _registers_without_dq(self) -> int:
-        return (self.head_dim + self.head_dim_v) // 2 + self.tile_m + self.tile_m // 4
-
-    @property
     def accumulator_registers(self) -> int:
-        """Of a consumer thread: dK, dV, S (then P), dP, dQ in fp32, P (then dS) in 16 bits."""
-        return self._registers_without_dq + (0 if self.dq_shares_dp else self.dq_columns // 2)
+        """Of a consumer thread: dK, dV, S (then P), dP (then dQ) in fp32, 64 rows in 16 bits."""
+        return (self.head_dim + self.head_dim_v) // 2 + self.tile_m + ROWS // 4
 
     @property
     def name(self) -> str:

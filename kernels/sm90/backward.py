@@ -68,6 +68,8 @@ from fa4.pipelines.sm90_backward import OneKernelSchedule
 KEYS = 64  # keys of a warpgroup: M of one wgmma
 CONSUMERS = 2  # warpgroups
 DS_STAGES = 2
+CHUNK = 64  # query rows that are rounded together, and their accumulator of a warpgroup
+CHUNK_SHAPE = ((2, 2, CHUNK // 8), 1, 1)
 DTYPES = {"bf16": BFloat16, "fp16": Float16}
 
 
@@ -173,8 +175,7 @@ class Fragments(NamedTuple):
     qt, dot                  B operands of dK and dV: (MMA, 1, K, stages)
     ds, kt                   A and B operands of dQ: (MMA, 1, K, stages), (MMA, 1, K)
     scores, dp               fp32 accumulators; scores become P
-    dq                       fp32 accumulator, in dp's registers if `dq_shares_dp`
-    rounded                  P, then dS in 16 bits: the A operands of dV and dK
+    rounded                  P, then dS in 16 bits, 64 rows each: the A operands of dV and dK
     dk, dv                   fp32 accumulators
     """
 
@@ -188,19 +189,20 @@ class Fragments(NamedTuple):
     kt: cute.Tensor
     scores: cute.Tensor
     dp: cute.Tensor
-    dq: cute.Tensor
-    rounded: cute.Tensor
+    rounded: tuple[cute.Tensor, ...]
     dk: cute.Tensor
     dv: cute.Tensor
 
 
 class Place(NamedTuple):
-    """Where a consumer thread is: warpgroup, thread in it, and its first accumulator element."""
+    """Where a consumer thread is.
+
+    warpgroup  its own, and with it the keys
+    column     row of a block that its first accumulator element belongs to
+    """
 
     warpgroup: Int32
-    thread: Int32
-    key: Int32  # in the sequence; the thread's other key is 8 further
-    column: Int32  # query row in the block
+    column: Int32
 
 
 class HopperBackward:
@@ -639,12 +641,10 @@ class HopperBackward:
         work = self.locate(call)
         tidx = cute.arch.thread_idx()[0] - WARPGROUP
         wg = cute.arch.make_warp_uniform(tidx // WARPGROUP)
-        thread = tidx % WARPGROUP
-        key = work.tile.m_block * schedule.tile_n + wg * KEYS
         if const_expr(self.features.has_left_bound):
             self.clear_hidden_keys(gradients, work, tidx)
         if work.tile.m_block * schedule.tile_n < work.k.rows:
-            place = Place(wg, thread, key + thread // 32 * 16 + thread % 32 // 4, thread % 4 * 2)
+            place = Place(wg, tidx % 4 * 2)
             regs = self.fragments(products, shared, wg)
             if work.num_blocks > 0:
                 self.attend_blocks(products, mdQ, shared, rings, regs, place, work, call)
@@ -701,9 +701,7 @@ class HopperBackward:
             return products.scores.make_fragment_A(scores.partition_A(mine))
 
         acc_scores, acc_dp = [fp32(products.scores, schedule.tile_m) for _ in range(2)]
-        acc_dq = fp32(products.dq, schedule.dq_columns)
-        if const_expr(schedule.dq_shares_dp):
-            acc_dq = cute.make_tensor(acc_dp.iterator, acc_dq.layout)
+        chunks = schedule.tile_m // CHUNK
         # With 64 rows in a block both warpgroups work on all of them, else on one half each.
         half = 0 if schedule.tile_m == KEYS else wg
         ds = cute.local_tile(shared.ds, (KEYS, schedule.tile_n, DS_STAGES), (half, 0, 0))
@@ -718,8 +716,7 @@ class HopperBackward:
             products.dq.make_fragment_B(dq.partition_B(self.dq_window(shared.kt, wg))),
             acc_scores,
             acc_dp,
-            acc_dq,
-            cute.make_rmem_tensor_like(acc_scores, self.dtype),
+            tuple(cute.make_rmem_tensor(CHUNK_SHAPE, self.dtype) for _ in range(chunks)),
             fp32(products.dk, schedule.head_dim),
             fp32(products.dv, schedule.head_dim_v),
         )
@@ -783,12 +780,13 @@ class HopperBackward:
         state = self.stage_at(Int32(0), False)
         rings.k.consumer_wait(whole)
         rings.q.consumer_wait(state)
-        self.matmul(products.scores, regs.scores, regs.k, regs.q[None, None, None, 0], False)
+        self.matmul(products.scores, regs.scores, (regs.k,), regs.q[None, None, None, 0], False)
         rings.v.consumer_wait(whole)
         rings.do.consumer_wait(state)
-        self.matmul(products.scores, regs.dp, regs.v, regs.do[None, None, None, 0], False)
+        self.matmul(products.scores, regs.dp, (regs.v,), regs.do[None, None, None, 0], False)
         warpgroup.wait_group(1)
-        self.probabilities(regs, shared, state.index, m_block, place, work, call, clear)
+        for c in cutlass.range_constexpr(len(regs.rounded)):
+            self.probabilities(regs, shared, state.index, m_block, place, work, call, clear, c)
         # Not added to zeros: those would be written after the fence in front of the product.
         self.score_gradients(products, shared, rings, regs, place, call, state, is_first=True)
 
@@ -797,8 +795,8 @@ class HopperBackward:
             following = self.stage_at(count + 1, False)
             rings.q.consumer_wait(following)
             q = regs.q[None, None, None, following.index]
-            self.matmul(products.scores, regs.scores, regs.k, q, False)
-            self.share_ds(products, regs, shared, place, count % DS_STAGES)
+            self.matmul(products.scores, regs.scores, (regs.k,), q, False)
+            self.share_ds(regs, shared, place, count % DS_STAGES)
             dq = Int64(dq_block) * elements
             self.sum_up(products, mdQ, shared, regs, place, state, count % DS_STAGES, dq)
             m_block = m_block + 1
@@ -806,13 +804,21 @@ class HopperBackward:
             if m_block == rows.end:
                 m_block = rows.first
                 dq_block = dq_block + to_next_head
+            # With two chunks dP waits for the first one's probabilities, and dK runs beside them:
+            # for dP and the dS that dK reads there are not registers enough at once.
+            weigh = (regs, shared, following.index, m_block, place, work, call, clear)
+            if const_expr(len(regs.rounded) > 1):
+                self.probabilities(*weigh, 0)
+                warpgroup.wait_group(0)
+                rings.q.consumer_release(state)
             rings.do.consumer_wait(following)
             do = regs.do[None, None, None, following.index]
-            self.matmul(products.scores, regs.dp, regs.v, do, False)
-            self.probabilities(regs, shared, following.index, m_block, place, work, call, clear)
-            # dK is done, dP is not.
-            warpgroup.wait_group(1)
-            rings.q.consumer_release(state)
+            self.matmul(products.scores, regs.dp, (regs.v,), do, False)
+            self.probabilities(*weigh, len(regs.rounded) - 1)
+            if const_expr(len(regs.rounded) == 1):
+                # dK is done, dP is not.
+                warpgroup.wait_group(1)
+                rings.q.consumer_release(state)
             self.score_gradients(
                 products, shared, rings, regs, place, call, following, is_first=False
             )
@@ -820,7 +826,7 @@ class HopperBackward:
 
         last = total - 1
         state = self.stage_at(last, False)
-        self.share_ds(products, regs, shared, place, last % DS_STAGES)
+        self.share_ds(regs, shared, place, last % DS_STAGES)
         dq = Int64(dq_block) * elements
         self.sum_up(products, mdQ, shared, regs, place, state, last % DS_STAGES, dq)
         warpgroup.wait_group(0)
@@ -838,12 +844,19 @@ class HopperBackward:
         is_first: cutlass.Constexpr[bool],
     ):
         """dV += P^T dO, and under it dS. Expects dP to be the last product in flight."""
-        accumulator.round_into(regs.rounded, regs.scores)
-        p = accumulator.as_operand_a(regs.rounded)
+        chunks = self.schedule.tile_m // CHUNK
+        steps = CHUNK // 16
         do = regs.dot[None, None, None, state.index]
-        self.matmul(products.dv, regs.dv, p, do, not is_first)
-        warpgroup.wait_group(1)
-        self.score_gradient(regs, shared, state.index, place, call)
+        for c in cutlass.range_constexpr(chunks):
+            # By and by: scores whose dS is worked out leave their registers to what is rounded.
+            accumulator.round_into(regs.rounded[c], self.chunk(regs.scores, c))
+            p = self.operands_a((regs.rounded[c],))
+            accumulates = not is_first or c > 0
+            self.matmul(products.dv, regs.dv, p, do, accumulates, first_k=c * steps)
+            if const_expr(c == 0):
+                # dP is done, dV is not.
+                warpgroup.wait_group(1)
+            self.score_gradient(regs, shared, state.index, place, call, c)
         warpgroup.wait_group(0)
         rings.do.consumer_release(state)
 
@@ -861,31 +874,50 @@ class HopperBackward:
     ):
         """dQ = dS K, which leaves for memory, and dK += dS^T Q, which is left running."""
         self.barrier(Barrier.DS, CONSUMERS).arrive_and_wait()
+        # A new one for each block: its registers are dP's, between two blocks.
+        shape = products.dq.partition_shape_C((KEYS, self.schedule.dq_columns))
+        acc = cute.make_rmem_tensor(shape, Float32)
         ds = regs.ds[None, None, None, ds_stage]
-        self.matmul(products.dq, regs.dq, ds, regs.kt, False)
-        rounded = accumulator.as_operand_a(regs.rounded)
+        self.matmul(products.dq, acc, (ds,), regs.kt, False)
         q = regs.qt[None, None, None, state.index]
-        self.matmul(products.dk, regs.dk, rounded, q, True)
+        self.matmul(products.dk, regs.dk, self.operands_a(regs.rounded), q, True)
         warpgroup.wait_group(1)
-        self.add_dq(mdQ, shared, regs, place, dq)
+        self.add_dq(mdQ, shared, acc, place, dq)
+
+    def operands_a(self, rounded: tuple[cute.Tensor, ...]):
+        return tuple(accumulator.as_operand_a(chunk) for chunk in rounded)
+
+    def chunk(self, acc: cute.Tensor, c: int):
+        """Columns [64 c, 64 (c + 1)) of scores or dP."""
+        elements = CHUNK * KEYS // WARPGROUP
+        return cute.make_tensor(acc.iterator + c * elements, cute.make_layout(CHUNK_SHAPE))
 
     @cute.jit
     def matmul(
         self,
         tiled_mma: cute.TiledMma,
         acc: cute.Tensor,
-        a: cute.Tensor,
+        operands_a: tuple[cute.Tensor, ...],
         b: cute.Tensor,
         accumulates: cutlass.Constexpr[bool],
+        first_k: cutlass.Constexpr[int] = 0,
     ):
-        """Issue acc (+)= a b as one wgmma group; the caller waits for it."""
+        """Issue acc (+)= a b as one wgmma group; the caller waits for it.
+
+        operands_a  (MMA, M, K) parts of a, one behind the other in K
+        first_k     where in K of b they begin
+        """
         # An atom of our own: the accumulate flag is state, which must not leave this region.
         atom = cute.make_mma_atom(tiled_mma.op)
         atom.set(warpgroup.Field.ACCUMULATE, accumulates)
         warpgroup.fence()
-        for k in cutlass.range_constexpr(cute.size(a, mode=[2])):
-            cute.gemm(atom, acc, a[None, None, k], b[None, None, k], acc)
-            atom.set(warpgroup.Field.ACCUMULATE, True)
+        for part in cutlass.range_constexpr(len(operands_a)):
+            a = operands_a[part]
+            steps = cute.size(a, mode=[2])
+            for k in cutlass.range_constexpr(steps):
+                b_k = b[None, None, first_k + part * steps + k]
+                cute.gemm(atom, acc, a[None, None, k], b_k, acc)
+                atom.set(warpgroup.Field.ACCUMULATE, True)
         warpgroup.commit_group()
 
     @cute.jit
@@ -899,73 +931,88 @@ class HopperBackward:
         work: Work,
         call: Call,
         clear: tuple[Int32, Int32],
+        c: cutlass.Constexpr[int],
     ):
-        """S := P = exp(x - lse), 0 where a row does not see a key.
+        """S := P = exp(x - lse) of chunk ``c``, 0 where a row does not see a key.
 
         clear  row blocks in which this warpgroup needs no mask: [first, end)
         """
+        chunk = self.chunk(regs.scores, c)
         if const_expr(self.features.score == "softcap"):
-            soft_cap(regs.scores, call.softmax_scale, call.softcap)
+            soft_cap(chunk, call.softmax_scale, call.softcap)
             scale_log2 = Float32(LOG2_E)
         else:
             scale_log2 = call.softmax_scale * LOG2_E
-        scores = accumulator.by_row(regs.scores)
-        mine = row_statistics.of_columns(shared.lse[None, stage], place.column)
+        scores = accumulator.by_row(chunk)
+        lse = row_statistics.of_columns(shared.lse[None, stage], place.column)
         four = cute.make_rmem_tensor(4, Float32)
-        for g in cutlass.range_constexpr(self.schedule.tile_m // 16):
-            cute.autovec_copy(mine[None, g], four)
+        groups = CHUNK // 16
+        for g in cutlass.range_constexpr(groups):
+            cute.autovec_copy(lse[None, c * groups + g], four)
             for i in cutlass.range_constexpr(4):
                 for r in cutlass.range_constexpr(2):
                     exponent = scores[r, 4 * g + i] * scale_log2 - four[i]
                     scores[r, 4 * g + i] = cute.math.exp2(exponent, fastmath=True)
         if (m_block < clear[0]) | (m_block >= clear[1]):
-            self.mask(regs.scores, place, work, call, m_block)
+            first_row = m_block * self.schedule.tile_m + c * CHUNK
+            self.mask(scores, first_row, place, work, call)
 
     @cute.jit
-    def mask(
-        self, probabilities: cute.Tensor, place: Place, work: Work, call: Call, m_block: Int32
-    ):
+    def mask(self, weights: cute.Tensor, first_row: Int32, place: Place, work: Work, call: Call):
         """P := 0 where a row does not see a key.
+
+        weights  (2 keys, columns) view of P; the thread's column c is row 8 (c/2) + c%2 from
+                 first_row on, and place.column further
 
         Row i sees key j if j - right <= i + diagonal <= j + left, where there are such bounds.
         """
         features = self.features
-        weights = accumulator.by_row(probabilities)
-        first_row = m_block * self.schedule.tile_m + place.column
+        thread = thread_of_warpgroup()
+        my_tile = CONSUMERS * work.tile.m_block + place.warpgroup
+        first_key = my_tile * KEYS + thread // 32 * 16 + thread % 32 // 4
         for r in cutlass.range_constexpr(2):
-            key = place.key + 8 * r
-            begin = Int32(0)
+            key = first_key + 8 * r
+            # The row on the key's diagonal, counted as the thread's columns are.
+            row = key - work.rows.diagonal - first_row - place.column
+            begin, end = Int32(0), row + call.left + 1
             if const_expr(features.has_right_bound):
-                begin = key - work.rows.diagonal - call.right - first_row
-            end = key - work.rows.diagonal + call.left + 1 - first_row
+                begin = row - call.right
             if key >= work.k.length:
-                begin = Int32(self.schedule.tile_m)
+                begin = Int32(CHUNK)
             for c in cutlass.range_constexpr(cute.size(weights, mode=[1])):
-                row = 8 * (c // 2) + c % 2
-                hidden = row < begin
+                column = 8 * (c // 2) + c % 2
+                hidden = column < begin
                 if const_expr(features.has_left_bound):
-                    hidden = hidden | (row >= end)
+                    hidden = hidden | (column >= end)
                 weights[r, c] = Float32(0.0) if hidden else weights[r, c]
 
     @cute.jit
     def score_gradient(
-        self, regs: Fragments, shared: Shared, stage: Int32, place: Place, call: Call
+        self,
+        regs: Fragments,
+        shared: Shared,
+        stage: Int32,
+        place: Place,
+        call: Call,
+        c: cutlass.Constexpr[int],
     ):
-        """dP := dS = P (dP - delta), times the derivative of softcap where there is one.
+        """dP := dS = P (dP - delta) of one chunk, times the derivative of softcap if there is one.
 
         That derivative is 1 - t^2 with t = x / cap. There are no registers left to keep t, so x
         comes back out of P: x = ln P + lse. Where P is 0 any t does, since dS is 0.
         """
-        weights, gradient = accumulator.by_row(regs.scores), accumulator.by_row(regs.dp)
+        weights = accumulator.by_row(self.chunk(regs.scores, c))
+        gradient = accumulator.by_row(self.chunk(regs.dp, c))
         delta = row_statistics.of_columns(shared.delta[None, stage], place.column)
         lse = row_statistics.of_columns(shared.lse[None, stage], place.column)
         four_delta, four_lse = [cute.make_rmem_tensor(4, Float32) for _ in range(2)]
         has_softcap = const_expr(self.features.score == "softcap")
         to_t = 1.0 / (call.softcap * LOG2_E)
-        for g in cutlass.range_constexpr(self.schedule.tile_m // 16):
-            cute.autovec_copy(delta[None, g], four_delta)
+        groups = CHUNK // 16
+        for g in cutlass.range_constexpr(groups):
+            cute.autovec_copy(delta[None, c * groups + g], four_delta)
             if const_expr(has_softcap):
-                cute.autovec_copy(lse[None, g], four_lse)
+                cute.autovec_copy(lse[None, c * groups + g], four_lse)
             for i in cutlass.range_constexpr(4):
                 for r in cutlass.range_constexpr(2):
                     weight = weights[r, 4 * g + i]
@@ -979,38 +1026,47 @@ class HopperBackward:
                     gradient[r, 4 * g + i] = ds
 
     @cute.jit
-    def share_ds(
-        self, products: Products, regs: Fragments, shared: Shared, place: Place, stage: Int32
-    ):
+    def share_ds(self, regs: Fragments, shared: Shared, place: Place, stage: Int32):
         """Registers -> stmatrix -> this warpgroup's keys of sdS, for the matmuls of both."""
-        stmatrix = cute.make_copy_atom(warp.StMatrix8x8x16bOp(False, 4), self.dtype)
-        r2s = cute.make_tiled_copy_C(stmatrix, products.scores)
-        thr = r2s.get_slice(place.thread)
-        accumulator.round_into(regs.rounded, regs.dp)
-        mine = cute.local_tile(
-            shared.dst[None, None, stage], (KEYS, self.schedule.tile_m), (place.warpgroup, 0)
-        )
-        cute.copy(r2s, thr.retile(regs.rounded), thr.partition_D(mine))
+        # A row of the store is a key's 8 query rows. A key's 64 rows of a chunk are 128 bytes, in
+        # which the swizzle exchanges pieces of 16 by the key's last three bits.
+        thread = thread_of_warpgroup()
+        lane = thread % 32
+        key = place.warpgroup * KEYS + thread // 32 * 16 + lane % 16
+        mine = shared.ds.iterator.toint() + key * (2 * CHUNK) + (lane // 16 ^ lane % 8) * 16
+        mine = mine + stage * (2 * self.schedule.tile_n * self.schedule.tile_m)
+        for c in cutlass.range_constexpr(len(regs.rounded)):
+            accumulator.round_into(regs.rounded[c], self.chunk(regs.dp, c))
+            packed = cute.recast_tensor(regs.rounded[c], Int32)
+            for pair in cutlass.range_constexpr(CHUNK // 16):
+                # Worked out from one address here: four that last would cost three registers.
+                target = (mine ^ (32 * pair)) + c * (2 * self.schedule.tile_n * CHUNK)
+                cute.arch.inline_ptx(
+                    "stmatrix.sync.aligned.m8n8.x4.shared.b16 [{$r0}], "
+                    "{{$r1}, {$r2}, {$r3}, {$r4}};",
+                    read_only_args=[target, *[packed[4 * pair + i] for i in range(4)]],
+                )
         cute.arch.fence_proxy("async.shared", space="cta")
         if const_expr(self.schedule.dq_path == "bulk"):
             # Before the others are told that they may go on: the last dQ has left its buffer.
             cute.arch.cp_async_bulk_wait_group(0, read=True)
 
     @cute.jit
-    def add_dq(self, mdQ: cute.Tensor, shared: Shared, regs: Fragments, place: Place, dq: Int64):
+    def add_dq(self, mdQ: cute.Tensor, shared: Shared, acc: cute.Tensor, place: Place, dq: Int64):
         """Add this warpgroup's part of a block's dQ to the workspace.
 
         The workspace has, for each 64 rows and then each 8 columns, the four registers of each
         thread of the warpgroup that holds them: additions of 16 bytes a thread, in one piece.
         """
         schedule = self.schedule
+        thread = thread_of_warpgroup()
         octets = schedule.dq_columns // 8
         shared_octets = octets - schedule.dq_octet_step  # that warpgroup 0 adds
         octet = 4 * WARPGROUP  # elements
-        values = cute.make_tensor(regs.dq.iterator, cute.make_layout((4, octets)))
+        values = cute.make_tensor(acc.iterator, cute.make_layout((4, octets)))
         target = mdQ.iterator + (dq + place.warpgroup * (schedule.dq_octet_step * octet))
         if const_expr(schedule.dq_path == "red"):
-            mine = target + place.thread * 4
+            mine = target + thread * 4
             if const_expr(shared_octets > 0):
                 if place.warpgroup == 0:
                     for o in cutlass.range_constexpr(shared_octets):
@@ -1020,12 +1076,12 @@ class HopperBackward:
         else:
             buffer = (shared.dq + place.warpgroup * (octets * octet)).align(16)
             layout = cute.make_layout((4, WARPGROUP, octets))
-            mine = cute.make_tensor(buffer, layout)[None, place.thread, None]
+            mine = cute.make_tensor(buffer, layout)[None, thread, None]
             for o in cutlass.range_constexpr(octets):
                 cute.autovec_copy(values[None, o], mine[None, o])
             cute.arch.fence_proxy("async.shared", space="cta")
             self.barrier(Barrier.DQ + place.warpgroup, 1).arrive_and_wait()
-            if cute.arch.make_warp_uniform(place.thread // 32) == 0:
+            if cute.arch.make_warp_uniform(thread // 32) == 0:
                 first = Int32(0)
                 if const_expr(shared_octets > 0):
                     first = place.warpgroup * (shared_octets * octet)
@@ -1048,19 +1104,19 @@ class HopperBackward:
 
         Rows of padding get what their masked accumulators hold: 0.
         """
-        tile, wg = work.tile, place.warpgroup
+        tile, wg, thread = work.tile, place.warpgroup, thread_of_warpgroup()
         slab = sX[None, None, wg]
         acc.store(acc.load() * factor)
         rounded = cute.make_rmem_tensor_like(acc, self.dtype)
         accumulator.round_into(rounded, acc)
         stmatrix = cute.make_copy_atom(warp.StMatrix8x8x16bOp(False, 4), self.dtype)
         r2s = cute.make_tiled_copy_C(stmatrix, tiled_mma)
-        thr = r2s.get_slice(place.thread)
+        thr = r2s.get_slice(thread)
         cute.copy(r2s, thr.retile(rounded), thr.partition_D(slab))
         # Make these writes visible to the TMA engine before anyone starts it.
         cute.arch.fence_proxy("async.shared", space="cta")
         self.barrier(Barrier.EPILOGUE + wg, 1).arrive_and_wait()
-        if cute.arch.make_warp_uniform(place.thread // 32) == 0:
+        if cute.arch.make_warp_uniform(thread // 32) == 0:
             batch_idx = Int32(0) if const_expr(self.features.packed_k) else tile.batch_idx
             rows = global_view.one_sequence(
                 tma.tensor, tma.units, work.k.start, work.k.rows, tile.head_idx, batch_idx
@@ -1075,6 +1131,21 @@ class HopperBackward:
             )
             cute.copy(tma.atom, tXsX, tXgX[None, CONSUMERS * tile.m_block + wg])
             cute.arch.cp_async_bulk_commit_group()
+
+
+@cute.jit
+def thread_of_warpgroup():
+    """This thread's number in its warpgroup.
+
+    Moved by PTX, so that what is worked out from it is worked out again for each block: there are
+    no registers to keep it in.
+    """
+    thread = cute.arch.inline_ptx(
+        "mov.b32 {$w0}, {$r0};",
+        write_only_types=[Int32],
+        read_only_args=[cute.arch.thread_idx()[0]],
+    )
+    return thread % WARPGROUP
 
 
 @cute.jit
