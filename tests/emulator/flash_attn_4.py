@@ -5,30 +5,20 @@
 CASE is a number in `CASES`; with "races" the race detector is on. Exits with an error unless the
 output, or the gradients, match the exact answer.
 
-A process of its own, because the DSL compiles for one architecture a process, and because what is
-replaced here stays replaced:
-
-- `cute.compile` keeps the PTX, and returns a function that runs in the emulator;
-- the number of multiprocessors is the emulated device's;
-- CPU tensors say that they are on a GPU, also to the compiler.
+A process of its own; gpu_stand_in.py says why, and what is replaced.
 """
 
 from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.overrides import TorchFunctionMode
 
-from fa4.emulator import DeviceModel, run
-from fa4.emulator.cuda_tensors import CudaExporter
 from fa4.reference import mask_bounds
+from tests.emulator.gpu_stand_in import MULTIPROCESSORS, OnGpu, replace_compiler
 from tests.oracle import Case, Inputs, assert_matches, make_inputs
-
-MULTIPROCESSORS = 4
 
 CASES = [
     Case((200,), (300,), 2, 2, head_dim=128),
@@ -41,55 +31,14 @@ CASES = [
 ]
 
 
-class OnGpu(TorchFunctionMode):
-    """Tensors answer that they are on a GPU, and new ones are made on the CPU all the same."""
-
-    def __torch_function__(
-        self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
-        kwargs = dict(kwargs or {})
-        if func == torch.Tensor.is_cuda.__get__:  # type: ignore[attr-defined]
-            return True
-        if "device" in kwargs:
-            kwargs["device"] = "cpu"
-        return func(*args, **kwargs)
-
-
-class Hardware:
-    """What persistent kernels size their grid by, instead of `cutlass.utils.HardwareInfo`."""
-
-    def get_device_multiprocessor_count(self) -> int:
-        return MULTIPROCESSORS
-
-    def get_max_active_clusters(self, cluster_size: int) -> int:
-        return MULTIPROCESSORS // cluster_size
-
-
-def replace_compiler(arch: str, check_races: bool) -> None:
+def replace_compilers(arch: str, check_races: bool) -> None:
     """From here on compiled functions of flash-attn-4 run in the emulator."""
-    import cutlass.cute as cute
-    import cutlass.utils
     from flash_attn.cute import cute_dsl_utils
 
-    compile_for_gpu, from_dlpack = cute.compile, cute_dsl_utils.from_dlpack
-    device = DeviceModel(arch, MULTIPROCESSORS)
+    replace_compiler(arch, check_races)
+    import cutlass.cute.runtime
 
-    def compile_for_emulator(*args: Any, options: str = "", **keywords: Any) -> Any:
-        options = f"{options} --keep-ptx --gpu-arch {arch}"
-        compiled = compile_for_gpu(*args, options=options, **keywords)
-
-        def launch(*arguments: Any) -> None:
-            with torch._C.DisableTorchFunction():
-                for report in run(compiled, *arguments, device=device, check_races=check_races):
-                    print(f"launch: grid {report.launch.grid}, cluster {report.launch.cluster}")
-
-        return launch
-
-    cutlass.utils.HardwareInfo = Hardware
-    cute.compile = compile_for_emulator
-    cute_dsl_utils.from_dlpack = lambda tensor, **keywords: from_dlpack(
-        CudaExporter(tensor), **keywords
-    )
+    cute_dsl_utils.from_dlpack = cutlass.cute.runtime.from_dlpack
 
 
 def mask_options(case: Case) -> dict[str, Any]:
@@ -158,7 +107,7 @@ def main() -> None:
     os.environ["CUTE_DSL_ARCH"] = arch
     os.environ["FLASH_ATTENTION_ARCH"] = arch.rstrip("a")
     os.environ["FLASH_ATTENTION_NUM_SMS"] = str(MULTIPROCESSORS)
-    replace_compiler(arch, "races" in options)
+    replace_compilers(arch, "races" in options)
     inputs = make_inputs(CASES[int(number)])
     {"forward": forward, "backward": backward}[direction](inputs)
     print("matches")

@@ -12,7 +12,8 @@ from typing import Any
 
 import torch
 
-from tests.emulator.flash_attn_4 import MULTIPROCESSORS, OnGpu, replace_compiler
+from tests.emulator.flash_attn_4 import replace_compilers
+from tests.emulator.gpu_stand_in import MULTIPROCESSORS, OnGpu
 from tests.oracle import Case, Inputs, assert_matches, make_inputs
 
 # A page of 128 keys is a tile, which TMA loads; smaller pages are gathered by cp.async.
@@ -59,7 +60,7 @@ def main() -> None:
     os.environ["CUTE_DSL_ARCH"] = arch
     os.environ["FLASH_ATTENTION_ARCH"] = arch.rstrip("a")
     os.environ["FLASH_ATTENTION_NUM_SMS"] = str(MULTIPROCESSORS)
-    replace_compiler(arch, "races" in options)
+    replace_compilers(arch, "races" in options)
     case, page_size = CASES[int(number)]
     forward(make_inputs(case), page_size)
     print("matches")
