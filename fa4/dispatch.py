@@ -64,7 +64,7 @@ class Capability:
     sink_dtypes: tuple[str, ...] = ()
     needs_grad: bool = False
     entry: str = ""
-    schedule: Callable[[ForwardFeatures], ForwardSchedule] | None = None
+    schedule: Callable[[ForwardFeatures, int], ForwardSchedule] | None = None
 
 
 CAPABILITIES = (
@@ -76,7 +76,7 @@ CAPABILITIES = (
         sink_dtypes=("fp32", "bf16", "fp16"),
         needs_grad=True,
         entry="fa4.kernels.sm90.forward:compile_forward",
-        schedule=sm90.forward_schedule,
+        schedule=lambda features, rows: sm90.forward_schedule(features),
     ),
     *(
         Capability(
@@ -86,7 +86,7 @@ CAPABILITIES = (
             head_dim_max=256,
             sink_dtypes=("fp32", "bf16", "fp16"),
             entry="fa4.kernels.sm100.forward:compile_forward",
-            schedule=sm100.forward_schedule,
+            schedule=functools.partial(sm100.forward_schedule, arch=arch),
         )
         for arch in ("sm_100a", "sm_103a")
     ),
@@ -177,7 +177,7 @@ def decide(problem: AttentionProblem, arch: str | None, device: str = "this devi
         return Decision(problem, "reference", reasons=reasons)
     features = features_of(problem)
     assert capability.schedule is not None and arch is not None
-    schedule = capability.schedule(features)
+    schedule = capability.schedule(features, rows_of_a_sequence(problem))
     tiles = num_tiles(problem, schedule.tile_m)
     if tiles > MAX_TILES:
         reason = f"the problem has {tiles} query tiles; one launch holds {MAX_TILES}"
@@ -313,6 +313,11 @@ def features_of(problem: AttentionProblem) -> ForwardFeatures:
         has_seqused_q=problem.has_seqused_q,
         has_seqused_k=problem.has_seqused_k,
     )
+
+
+def rows_of_a_sequence(problem: AttentionProblem) -> int:
+    """Query rows of each sequence, or of the mean one where the host does not know them."""
+    return problem.seqlen_q // max(problem.batch, 1) if problem.packed_q else problem.seqlen_q
 
 
 def num_tiles(problem: AttentionProblem, tile_m: int) -> int:

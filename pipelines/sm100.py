@@ -183,13 +183,22 @@ class ForwardSchedule:
             raise ValueError(f"{self}: " + "; ".join(problems))
 
 
-def forward_schedule(features: ForwardFeatures) -> ForwardSchedule:
-    """The forward schedule for what a kernel must be able to do."""
+def forward_schedule(
+    features: ForwardFeatures, rows: int | None = None, arch: str = "sm_100a"
+) -> ForwardSchedule:
+    """The forward schedule for what a kernel must be able to do.
+
+    rows  query rows of a sequence, of the mean one where they differ; None for many
+    arch  "sm_100a" or "sm_103a", whose MUFU is twice as fast
+
+    Reasons are clocks of a block by unit, in docs/blackwell.md. Nothing here has been measured.
+    """
     head_dim, head_dim_v = features.head_dim, features.head_dim_v
     # Two output accumulators and two buffers of 128 scores fill tensor memory at 128; two tiles of
     # queries and two K/V stages fill shared memory at 192.
     query_tiles = 2 if head_dim <= 192 and head_dim_v <= 128 else 1
-    softmax, correction, other = (192, 80, 48) if query_tiles == 2 else (240, 184, 80)
+    # With less than 184 a softmax warpgroup spills; the others get what is left.
+    softmax, correction, other = (184, 80, 64) if query_tiles == 2 else (240, 184, 80)
     is_uniform = not (
         features.has_right_bound
         or features.packed_q
@@ -197,23 +206,48 @@ def forward_schedule(features: ForwardFeatures) -> ForwardSchedule:
         or features.has_seqused_q
         or features.has_seqused_k
     )
-    for o_shares_q, stages in ((False, 5), (False, 4), (False, 3), (True, 3), (True, 2)):
-        try:
-            return ForwardSchedule(
-                head_dim=head_dim,
-                head_dim_v=head_dim_v,
-                query_tiles=query_tiles,
-                ctas=1,
-                tile_n=128,
-                stages=stages,
-                softmax_registers=softmax,
-                correction_registers=correction,
-                other_registers=other,
-                o_shares_q=o_shares_q,
-                is_persistent=is_uniform,
-                exp2_polynomials=8,
-                rescale_threshold=RESCALE_THRESHOLD,
-            )
-        except ValueError:
-            continue  # over a budget: try the next smaller one
+    dims = (head_dim, head_dim_v)
+    for ctas in (2, 1) if _suits_a_pair(features, query_tiles, rows) else (1,):
+        for o_shares_q in (False, True):
+            for stages in range(6, 1, -1):
+                # A stage less is a smaller loss than a Q that waits for the O before it.
+                if stages < 3 and not o_shares_q:
+                    continue
+                try:
+                    return ForwardSchedule(
+                        head_dim=head_dim,
+                        head_dim_v=head_dim_v,
+                        query_tiles=query_tiles,
+                        ctas=ctas,
+                        tile_n=128,
+                        stages=stages,
+                        softmax_registers=softmax,
+                        correction_registers=correction,
+                        other_registers=other,
+                        o_shares_q=o_shares_q,
+                        is_persistent=is_uniform,
+                        exp2_polynomials=_exp2_polynomials(max(dims), query_tiles, arch),
+                        rescale_threshold=RESCALE_THRESHOLD,
+                    )
+                except ValueError:
+                    continue  # over a budget: try the next smaller one
     raise ValueError(f"no forward schedule fits head_dim={head_dim}, head_dim_v={head_dim_v}")
+
+
+def _suits_a_pair(features: ForwardFeatures, query_tiles: int, rows: int | None) -> bool:
+    """Whether two CTAs should work on a tile together, and share its keys and values."""
+    if rows is not None and rows <= query_tiles * ROWS:
+        return False  # one CTA holds all rows of a sequence
+    widest = max(features.head_dim, features.head_dim_v)
+    if widest > 128:
+        return True  # one CTA has no room for more than two stages
+    # Operands from shared memory are what limits one CTA at 128. Below, the exponentials are; with
+    # a diagonal, twice the rows a tile mask more of it away than the operands cost.
+    return widest == 128 and not features.has_right_bound
+
+
+def _exp2_polynomials(widest: int, query_tiles: int, arch: str) -> int:
+    """Exponentials of 32 for the FMA units: as many as bring MUFU below what else takes long."""
+    if arch == "sm_103a" or query_tiles == 1:
+        return 0  # MUFU has slack
+    return 12 if widest <= 64 else 8

@@ -39,6 +39,7 @@ Hand-offs (mbarriers; `Mbarriers`). "block" barriers are indexed by the buffer o
   R_FULL, R_EMPTY      softmax -> correction: one float a row. The factor for O with every block
                        but a tile's first, then the sum and the maximum of the row
   OUT_FULL, OUT_EMPTY  correction -> store: O is in shared memory
+A query tile that sees no key takes part in the statistics alone: correction stores its zeros.
 
 Matrix products of one CTA are executed in the order they are issued in. So Q K^T of a block may
 overwrite probabilities as soon as the P V that reads them has been issued, and with two query
@@ -81,6 +82,7 @@ from fa4.kernels.sm100.row_softmax import (
     round_into,
 )
 from fa4.pipelines.sm100 import (
+    ELEMENT_BYTES,
     ROWS,
     STATISTICS_STAGES,
     TMEM_COLUMNS,
@@ -316,6 +318,7 @@ class BlackwellForward:
             k_tma,
             v_tma,
             o_tma,
+            o,
             global_view.modes_reversed(mLSE),
             mSink,
             (sQ_layout, sK_layout, sV_layout, sO_layout),
@@ -350,6 +353,7 @@ class BlackwellForward:
         k_tma: Tma,
         v_tma: Tma,
         o_tma: Tma,
+        mO: cute.Tensor,
         mLSE: cute.Tensor,
         mSink: Optional[cute.Tensor],
         layouts,
@@ -410,7 +414,7 @@ class BlackwellForward:
                 self.store(o_tma, sO, bars, rank, call)
         elif warp_idx >= 4 * tiles:
             self.set_registers(schedule.correction_registers)
-            self.correct(mLSE, mSink, statistics, sO, tmem, bars, rank, call)
+            self.correct(mO, mLSE, mSink, statistics, sO, tmem, bars, rank, call)
         else:
             self.set_registers(schedule.softmax_registers)
             self.softmax(statistics, tmem, bars, rank, call)
@@ -540,8 +544,23 @@ class BlackwellForward:
         """Whether a query tile takes part in a block."""
         return (n_block >= keys.first) & (n_block < keys.end)
 
+    @cute.jit
+    def stored_rows(self, work: Work, call: Call):
+        """Rows of a sequence whose output is stored."""
+        rows = work.q.rows
+        if const_expr(self.q_is_ragged):
+            rows = work.q.rows if call.fills_padding != 0 else work.q.length
+        return rows
+
     def num_blocks(self, keys: KeyRange):
         return keys.end - keys.first
+
+    def counted(self, counts: tuple[Int32, ...], work: Work):
+        """Counts of the query tiles that have seen a key, after one more work item."""
+        return tuple(
+            count + Int32(self.num_blocks(keys) > 0)
+            for count, keys in zip(counts, work.keys, strict=True)
+        )
 
     # -- load --------------------------------------------------------------------------------------
 
@@ -566,7 +585,7 @@ class BlackwellForward:
         schedule = self.schedule
         at = self.mbarriers
         tiles = schedule.query_tiles
-        q_used = (Int32(0),) * tiles
+        q_loaded = (Int32(0),) * tiles
         blocks_loaded = Int32(0)
         tile_idx, step = self.first_item()
         while tile_idx < call.num_tiles:
@@ -579,8 +598,8 @@ class BlackwellForward:
                 num_blocks = work.end - work.first
                 last = work.end - 1
                 for i in cutlass.range_constexpr(tiles):
-                    if work.exists[i] != 0:
-                        self.wait(bars, at.Q_EMPTY + i, (q_used[i] & 1) ^ 1)
+                    if self.num_blocks(work.keys[i]) > 0:
+                        self.wait(bars, at.Q_EMPTY + i, (q_loaded[i] & 1) ^ 1)
                         m_idx = (tile.m_block * tiles + i) * schedule.ctas + rank
                         self.request(q_tma, gQ, m_idx, sQ, i, bars, at.Q_FULL + i, rank)
                     if const_expr(i == 0):
@@ -599,7 +618,7 @@ class BlackwellForward:
                         v_tma, gV, last - j, sV, 2 * (blocks_loaded + j) + 1, bars, rank
                     )
                 blocks_loaded = blocks_loaded + num_blocks
-                q_used = tuple(q_used[i] + work.exists[i] for i in range(tiles))
+                q_loaded = self.counted(q_loaded, work)
             tile_idx = tile_idx + step
 
     def query_tiles_of(self, tma: Tma, work: Work, length: Int32, dim: int):
@@ -682,7 +701,7 @@ class BlackwellForward:
         schedule = self.schedule
         at = self.mbarriers
         tiles = schedule.query_tiles
-        q_used = (Int32(0),) * tiles
+        q_read = (Int32(0),) * tiles
         blocks = (Int32(0),) * tiles
         kv_read = Int32(0)
         tile_idx, step = self.first_item()
@@ -691,14 +710,14 @@ class BlackwellForward:
             if work.tile.m_block * schedule.tile_m < work.q.rows:
                 num_blocks = work.end - work.first
                 for i in cutlass.range_constexpr(tiles):
-                    if work.exists[i] != 0:
-                        self.wait(bars, at.Q_FULL + i, q_used[i] & 1)
+                    if self.num_blocks(work.keys[i]) > 0:
+                        self.wait(bars, at.Q_FULL + i, q_read[i] & 1)
                 for j in cutlass.range(num_blocks + 1, unroll=1):
                     n_block = work.end - 1 - j
                     if j == num_blocks:
                         if const_expr(not schedule.o_shares_q):
                             for i in cutlass.range_constexpr(tiles):
-                                if work.exists[i] != 0:
+                                if self.num_blocks(work.keys[i]) > 0:
                                     self.commit(bars, at.Q_EMPTY + i)
                     k_stage, k_phase = self.stage_at(2 * (kv_read + j), schedule.stages)
                     v_stage, v_phase = self.stage_at(
@@ -728,7 +747,7 @@ class BlackwellForward:
                             self.add_scores(sQ, sK, k_stage, tmem, bars, work, 1, blocks, n_block)
                             self.commit(bars, at.KV_EMPTY + k_stage)
                 kv_read = kv_read + num_blocks
-                q_used = tuple(q_used[i] + work.exists[i] for i in range(tiles))
+                q_read = self.counted(q_read, work)
                 blocks = tuple(blocks[i] + self.num_blocks(work.keys[i]) for i in range(tiles))
             tile_idx = tile_idx + step
 
@@ -999,6 +1018,7 @@ class BlackwellForward:
     @cute.jit
     def correct(
         self,
+        mO: cute.Tensor,
         mLSE: cute.Tensor,
         mSink: Optional[cute.Tensor],
         statistics: cute.Tensor,
@@ -1049,16 +1069,19 @@ class BlackwellForward:
                         factor = self.normalise(
                             mLSE, mSink, row_sum, row_max, row, thread, work, call
                         )
-                        self.hand_over(
-                            sO, bars, i, thread, factor, lane_address, num_blocks,
-                            blocks[i] + num_blocks, used[i],
-                        )  # fmt: skip
+                        if num_blocks > 0:
+                            self.hand_over(
+                                sO, bars, i, thread, factor, lane_address,
+                                blocks[i] + num_blocks, used[i],
+                            )  # fmt: skip
+                        elif row < self.stored_rows(work, call):
+                            self.store_zeros(mO, row, work)
                 messages = tuple(
                     messages[i]
                     + (cutlass.max(self.num_blocks(work.keys[i]) - 1, 0) + 2) * work.exists[i]
                     for i in range(tiles)
                 )
-                used = tuple(used[i] + work.exists[i] for i in range(tiles))
+                used = self.counted(used, work)
                 blocks = tuple(blocks[i] + self.num_blocks(work.keys[i]) for i in range(tiles))
             tile_idx = tile_idx + step
 
@@ -1104,6 +1127,21 @@ class BlackwellForward:
         return factor
 
     @cute.jit
+    def store_zeros(self, mO: cute.Tensor, row: Int32, work: Work):
+        """One row of output that sees no key, past shared memory, which its tile has no turn of."""
+        tile, q = work.tile, work.q
+        if const_expr(self.features.packed_q):
+            gO = mO[q.start + row, None, tile.head_idx]
+        else:
+            gO = mO[row, None, tile.head_idx, tile.batch_idx]
+        address = gO.iterator.toint()
+        for c in cutlass.range(gO.shape[0] // VECTOR, unroll=1):
+            cute.arch.inline_ptx(
+                "st.global.v4.b32 [{$r0}], {0, 0, 0, 0};",
+                read_only_args=[address + cutlass.Int64(c) * (VECTOR * ELEMENT_BYTES)],
+            )
+
+    @cute.jit
     def hand_over(
         self,
         sO: cute.Tensor,
@@ -1112,65 +1150,42 @@ class BlackwellForward:
         thread: Int32,
         factor: Float32,
         lane_address: Int32,
-        num_blocks: Int32,
         blocks_done: Int32,
         used: Int32,
     ):
         """Tensor memory -> registers -> shared memory: this thread's row of the output.
 
-        blocks_done  blocks of the query tile in all, this tile's included
-        used         tiles whose output has gone through the slab before
+        blocks_done  blocks of the query tile in all, this work item's included
+        used         outputs that have gone through the slab before
         """
         schedule = self.schedule
         at = self.mbarriers
         if const_expr(not schedule.o_shares_q):
             self.wait(bars, at.OUT_EMPTY + query_tile, (used & 1) ^ 1)
+        # Also says, where O shares the slab, that Q is not read any more.
+        last, phase = self.block_state(query_tile, blocks_done - 1)
+        self.wait(bars, at.O_DONE + last, phase)
+        tensor_memory.after_wait()
         address = lane_address + schedule.output_column(query_tile)
-        if num_blocks > 0:
-            # Also says, where O shares the slab, that Q is not read any more.
-            last, phase = self.block_state(query_tile, blocks_done - 1)
-            self.wait(bars, at.O_DONE + last, phase)
-            tensor_memory.after_wait()
-            self.write_rows(sO, query_tile, thread, factor, address, True)
-            tensor_memory.before_arrival()
-            self.arrive_at_issuer(bars, at.O_READY + last)
-        else:
-            if const_expr(schedule.o_shares_q):
-                # Nobody reads this tile's Q, but its copy must have ended.
-                self.wait(bars, at.Q_FULL + query_tile, used & 1)
-            self.write_rows(sO, query_tile, thread, factor, address, False)
+        slab = sO[None, None, query_tile]
+        for first in cutlass.range_constexpr(0, schedule.head_dim_v, CHUNK):
+            out = cute.make_rmem_tensor(CHUNK, Float32)
+            tensor_memory.load(out, 0, address + first, CHUNK)
+            tensor_memory.wait_for_loads()
+            out.store(out.load() * factor)
+            rounded = cute.make_rmem_tensor(CHUNK, self.dtype)
+            round_into(rounded, out)
+            for c in cutlass.range_constexpr(0, CHUNK, VECTOR):
+                place = cute.local_tile(slab, (1, VECTOR), (thread, (first + c) // VECTOR))
+                row_part = cute.make_tensor(
+                    rounded.iterator + c, cute.make_layout((1, VECTOR), stride=(0, 1))
+                )
+                cute.autovec_copy(row_part, place)
+        tensor_memory.before_arrival()
+        self.arrive_at_issuer(bars, at.O_READY + last)
         # Make these writes visible to the TMA engine before anyone starts it.
         cute.arch.fence_proxy("async.shared", space="cta")
         self.arrive(bars, at.OUT_FULL + query_tile)
-
-    @cute.jit
-    def write_rows(
-        self,
-        sO: cute.Tensor,
-        query_tile: cutlass.Constexpr[int],
-        thread: Int32,
-        factor: Float32,
-        address: Int32,
-        has_output: cutlass.Constexpr[bool],
-    ):
-        """factor * O, or zeros, to this thread's row of the slab."""
-        slab = sO[None, None, query_tile]
-        for first in cutlass.range_constexpr(0, self.schedule.head_dim_v, CHUNK):
-            rounded = cute.make_rmem_tensor(CHUNK, self.dtype)
-            if const_expr(has_output):
-                out = cute.make_rmem_tensor(CHUNK, Float32)
-                tensor_memory.load(out, 0, address + first, CHUNK)
-                tensor_memory.wait_for_loads()
-                out.store(out.load() * factor)
-                round_into(rounded, out)
-            else:
-                rounded.fill(0.0)
-            for c in cutlass.range_constexpr(0, CHUNK, VECTOR):
-                place = cute.local_tile(slab, (1, VECTOR), (thread, (first + c) // VECTOR))
-                part = cute.make_tensor(
-                    rounded.iterator + c, cute.make_layout((1, VECTOR), stride=(0, 1))
-                )
-                cute.autovec_copy(part, place)
 
     # -- store -------------------------------------------------------------------------------------
 
@@ -1188,33 +1203,32 @@ class BlackwellForward:
         while tile_idx < call.num_tiles:
             work = self.locate(tile_idx, call)
             if work.tile.m_block * schedule.tile_m < work.q.rows:
-                stored_rows = work.q.rows
-                if const_expr(self.q_is_ragged):
-                    stored_rows = work.q.rows if call.fills_padding != 0 else work.q.length
-                gO = self.query_tiles_of(o_tma, work, stored_rows, schedule.head_dim_v)
+                gO = self.query_tiles_of(
+                    o_tma, work, self.stored_rows(work, call), schedule.head_dim_v
+                )
                 whole = cute.make_layout(1)
                 tOsO, tOgO = cpasync.tma_partition(
                     o_tma.atom, 0, whole, cute.group_modes(sO, 0, 2), cute.group_modes(gO, 0, 2)
                 )
                 for i in cutlass.range_constexpr(tiles):
-                    if work.exists[i] != 0:
+                    if self.num_blocks(work.keys[i]) > 0:
                         self.wait(bars, at.OUT_FULL + i, used[i] & 1)
                         m_idx = (work.tile.m_block * tiles + i) * schedule.ctas + rank
                         cute.copy(o_tma.atom, tOsO[None, i], tOgO[None, m_idx])
                         cute.arch.cp_async_bulk_commit_group()
                 if const_expr(tiles == 2):
-                    if work.exists[1] != 0:
+                    if self.num_blocks(work.keys[1]) > 0:
                         # All but the last copy, which is the second tile's.
                         cute.arch.cp_async_bulk_wait_group(1, read=True)
                     else:
                         cute.arch.cp_async_bulk_wait_group(0, read=True)
                 for i in cutlass.range_constexpr(tiles):
-                    if work.exists[i] != 0:
+                    if self.num_blocks(work.keys[i]) > 0:
                         if const_expr(i == tiles - 1):
                             cute.arch.cp_async_bulk_wait_group(0, read=True)
                         given_back = at.Q_EMPTY if schedule.o_shares_q else at.OUT_EMPTY
                         self.arrive(bars, given_back + i)
-                used = tuple(used[i] + work.exists[i] for i in range(tiles))
+                used = self.counted(used, work)
             tile_idx = tile_idx + step
 
 

@@ -26,9 +26,13 @@ CASES = [
     Case((50,), (90,), 2, 1, sink=torch.float32),
     Case((30, 1, 290), (60, 7, 300), 1, 1, packed_q=True, packed_k=True, tail_q=9, tail_k=20),
     Case((60, 60), (80, 80), 1, 1, used_q=(33, 0), used_k=(41, 80), causal=True),
-    Case((140,), (300,), 1, 1, head_dim=256, causal=True),  # one query tile, scores in turn
+    Case((120,), (400,), 1, 1, head_dim=256, causal=True),  # one query tile, scores in turn
     Case((140,), (300,), 1, 1, head_dim=192, head_dim_v=128),  # O in Q's shared memory
-    Case((140,), (300,), 1, 1, head_dim=136, head_dim_v=184),
+    Case((100,), (300,), 1, 1, head_dim=136, head_dim_v=184),
+    # Pairs of CTAs, of which the second sees more keys, or has no rows
+    Case((600,), (500,), 1, 1, head_dim=128),
+    Case((300,), (500,), 1, 1, head_dim=256, causal=True),
+    Case((300, 700), (500, 100), 1, 1, 192, 128, packed_q=True, packed_k=True, causal=True),
 ]
 
 
@@ -53,19 +57,21 @@ def test_emulated_kernel_gives_the_exact_answer(case: Case) -> None:
 @pytest.mark.parametrize(
     "case",
     [
+        Case((200, 200), (450, 450), 1, 1, head_dim=128),
         Case((300, 300), (450, 450), 1, 1, head_dim=128),
         Case((300,), (500,), 1, 1, head_dim=128, causal=True),
-        Case((140, 140), (600, 600), 1, 1, head_dim=256),
+        Case((120, 120), (600, 600), 1, 1, head_dim=256),
+        Case((300, 300), (450, 450), 1, 1, head_dim=256),
     ],
     ids=str,
 )
 def test_result_does_not_depend_on_how_warps_take_turns(case: Case) -> None:
-    """One multiprocessor: a persistent CTA takes several work items."""
+    """So few multiprocessors that a persistent CTA, or a pair, takes several work items."""
     inputs = make_inputs(case)
-    out, lse = emulate(inputs, multiprocessors=1)
+    out, lse = emulate(inputs, multiprocessors=2)
     assert_matches(out, lse, inputs)
     for schedule, seed in (("random", 0), ("random", 1), ("adversarial", 2)):
-        other, other_lse = emulate(inputs, multiprocessors=1, schedule=schedule, seed=seed)
+        other, other_lse = emulate(inputs, multiprocessors=2, schedule=schedule, seed=seed)
         assert torch.equal(bits(other), bits(out)), f"{schedule}, seed {seed}"
         assert torch.equal(bits(other_lse), bits(lse)), f"{schedule}, seed {seed}"
 
@@ -73,17 +79,19 @@ def test_result_does_not_depend_on_how_warps_take_turns(case: Case) -> None:
 @pytest.mark.parametrize(
     "case",
     [
+        Case((200, 200), (450, 450), 1, 1, head_dim=128),
         Case((300, 300), (450, 450), 1, 1, head_dim=128),
         Case((300,), (500,), 1, 1, head_dim=128, causal=True),
         Case((30, 1, 290), (60, 7, 300), 1, 1, packed_q=True, packed_k=True),
-        Case((140, 140), (600, 600), 1, 1, head_dim=256),
+        Case((120, 120), (600, 600), 1, 1, head_dim=256),
+        Case((300,), (300,), 1, 1, head_dim=256, causal=True),
         Case((300,), (300,), 1, 1, head_dim=192, head_dim_v=128, causal=True),
     ],
     ids=str,
 )
 def test_no_race_is_found(case: Case) -> None:
     inputs = make_inputs(case)
-    out, lse = emulate(inputs, check_races=True, multiprocessors=1)
+    out, lse = emulate(inputs, check_races=True, multiprocessors=2)
     assert_matches(out, lse, inputs)
 
 
