@@ -1,0 +1,231 @@
+"""The Hopper backward in one kernel, run by its own host code on the CPU, is exact to rounding.
+
+The cases are the smallest that reach each part: partial tiles, several row blocks and ring wraps,
+masked and whole blocks, groups of query heads, lengths, head dims that TMA fills up and clips, and
+each way in which the warpgroups share dQ. Errors are budgeted by `tests.backward_oracle`; rows that
+must not be read hold NaN, and so does every gradient before it is written.
+"""
+
+import dataclasses
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+
+import fa4
+from fa4.backward import backward_steps, emulate_backward
+from fa4.dispatch import BackwardDecision, decide_backward
+from fa4.emulator import TensorUse
+from fa4.emulator.device import PreparedRun, prepare
+from fa4.emulator.execute import Options
+from fa4.emulator.mutation import score, sync_instructions
+from fa4.launch import Lengths
+from fa4.pipelines.sm90_backward import FinishSchedule, OneKernelSchedule, PrepareSchedule
+from fa4.reference_backward import Gradients
+from tests.backward_oracle import Incoming, assert_gradients_match, make_incoming
+from tests.oracle import Case, Inputs, exact_answer, make_inputs, readable_rows
+
+CASES = [
+    Case((40,), (40,), 1, 1),
+    Case((300,), (70,), 1, 1),  # more row blocks than stages
+    Case((200,), (130,), 2, 1, head_dim=128),  # both heads of a group, the second key tile partial
+    Case((200,), (200,), 1, 1, causal=True),
+    Case((150,), (280,), 3, 1, head_dim=128, causal=True),
+    Case((100,), (300,), 1, 1, window_size=(64, 0)),
+    Case((300,), (100,), 1, 1, window_size=(20, 30)),
+    Case((70,), (50,), 1, 1, causal=True),  # the first 20 rows see no key
+    Case((50,), (200,), 1, 1, window_size=(10, 5)),  # the first keys are seen by no row
+    Case((65,), (129,), 2, 1, head_dim=72, head_dim_v=40),  # dims that TMA fills up and clips
+    Case((50,), (90,), 2, 1, softcap=5.0, dtype=torch.float16),
+    Case((50,), (90,), 2, 1, causal=True, softcap=3.0, head_dim=128),
+    Case((50,), (90,), 2, 1, softmax_scale=-0.2),
+    Case((50,), (90,), 2, 1, softmax_scale=0.0, causal=True),
+    Case((50,), (90,), 6, 2, sink=torch.float32),
+    Case((30, 1, 90), (60, 7, 100), 1, 1, packed_q=True, packed_k=True, tail_q=9, tail_k=20),
+    Case((30, 0, 90), (60, 7, 0), 2, 1, packed_q=True, packed_k=True, causal=True),
+    Case((60, 60), (80, 80), 1, 1, used_q=(33, 0), used_k=(41, 80), causal=True),
+    Case((40, 40), (30, 50), 1, 1, packed_k=True, used_k=(30, 20), storage="fused"),
+    Case((130,), (130,), 1, 1, head_dim=96, causal=True),  # halves of dQ that overlap
+    Case((70,), (140,), 1, 1, head_dim=64, head_dim_v=128),
+    Case((70,), (140,), 1, 1, head_dim=128, head_dim_v=64),
+    Case((70,), (140,), 1, 1, head_dim=96, head_dim_v=128, window_size=(40, 20)),
+]
+
+
+class Call(NamedTuple):
+    """Everything of one backward call, with the forward's results rounded as kernels round them."""
+
+    decision: BackwardDecision
+    inputs: Inputs
+    out: torch.Tensor
+    lse: torch.Tensor
+    incoming: Incoming
+
+    @property
+    def arguments(self) -> tuple[Any, ...]:
+        inputs = self.inputs
+        return (
+            *(inputs.q, inputs.k, inputs.v, Lengths(**inputs.lengths), inputs.sink),
+            *(self.out, self.lse, self.incoming.grad_out, self.incoming.grad_lse),
+        )
+
+
+def make_call(case: Case, seed: int | None = None, **schedule: Any) -> Call:
+    """A call; ``schedule`` has fields of `OneKernelSchedule` to be used instead of the rule's."""
+    inputs = make_inputs(case, seed=seed)
+    problem = fa4.explain(inputs.q, inputs.k, inputs.v, **inputs.lengths, **inputs.options).problem
+    decision = decide_backward(problem, "sm_90a")
+    assert decision.path == "one kernel", decision.reasons
+    if schedule:
+        decision = rescheduled(decision, **schedule)
+    out, lse = exact_answer(inputs)
+    live, _ = readable_rows(case)
+    out = out.to(case.dtype).masked_fill_(~live[..., None, None], torch.nan)
+    return Call(decision, inputs, out, lse.float(), make_incoming(inputs, False))
+
+
+def rescheduled(decision: BackwardDecision, **fields: Any) -> BackwardDecision:
+    """The same kernels with another schedule of the one in the middle."""
+    gradients, finish = decision.kernels
+    assert isinstance(gradients.schedule, OneKernelSchedule)
+    schedule = dataclasses.replace(gradients.schedule, **fields)
+    assert decision.prepare is not None
+    return dataclasses.replace(
+        decision,
+        prepare=dataclasses.replace(
+            decision.prepare, schedule=PrepareSchedule(schedule.head_dim_v, schedule.tile_m)
+        ),
+        kernels=(
+            dataclasses.replace(gradients, schedule=schedule),
+            dataclasses.replace(
+                finish, schedule=FinishSchedule(schedule.head_dim, schedule.tile_m)
+            ),
+        ),
+    )
+
+
+def assert_right(call: Call, **options: Any) -> None:
+    found = emulate_backward(call.decision, *call.arguments, **options)
+    assert_gradients_match(found, call.inputs, call.incoming, call.out)
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_emulated_gradients_are_right(case: Case) -> None:
+    assert_right(make_call(case))
+
+
+@pytest.mark.parametrize(
+    ("case", "schedule"),
+    [
+        (Case((200,), (140,), 1, 1, causal=True), {"dq_path": "bulk"}),
+        (Case((130,), (130,), 1, 1, head_dim=96), {"dq_path": "bulk"}),
+        (Case((200,), (200,), 1, 1, causal=True), {"tile_m": 128, "stages": 2}),
+        (Case((300,), (100,), 2, 1, window_size=(20, 30)), {"tile_m": 128, "stages": 2}),
+        (Case((200,), (200,), 1, 1), {"tile_m": 128, "stages": 2, "dq_path": "bulk"}),
+        (Case((300,), (70,), 1, 1, head_dim=128), {"stages": 2}),
+    ],
+    ids=str,
+)
+def test_gradients_do_not_depend_on_the_schedule(case: Case, schedule: dict[str, Any]) -> None:
+    """Schedules that the rule does not choose are right too; `perf` may measure them."""
+    assert_right(make_call(case, **schedule))
+
+
+@pytest.mark.parametrize(
+    ("case", "schedule"),
+    [
+        (Case((300,), (200,), 2, 1, causal=True), {}),
+        (Case((200,), (130,), 1, 1, head_dim=128), {}),
+        (Case((300,), (130,), 1, 1, head_dim=128), {"dq_path": "bulk", "stages": 2}),
+        (Case((300,), (130,), 1, 1), {"tile_m": 128, "stages": 2}),
+        (Case((30, 1, 90), (60, 7, 130), 1, 1, packed_q=True, packed_k=True), {}),
+        (Case((130,), (130,), 1, 1, head_dim=128, softcap=4.0, window_size=(30, 30)), {}),
+    ],
+    ids=str,
+)
+def test_no_race_is_found_under_any_interleaving(case: Case, schedule: dict[str, Any]) -> None:
+    call = make_call(case, **schedule)
+    for options in (
+        {"schedule": "round_robin"},
+        {"schedule": "random", "seed": 1},
+        {"schedule": "adversarial", "seed": 2},
+    ):
+        assert_right(call, check_races=True, **options)
+
+
+def test_gradients_of_keys_and_values_do_not_depend_on_how_warps_take_turns() -> None:
+    """Only dQ is summed up by several CTAs, in an order that may change."""
+    call = make_call(Case((200,), (280,), 2, 1, head_dim=128, causal=True))
+    first = emulate_backward(call.decision, *call.arguments)
+    for schedule, seed in (("random", 0), ("adversarial", 2)):
+        other = emulate_backward(call.decision, *call.arguments, schedule=schedule, seed=seed)
+        assert torch.equal(first.dk, other.dk)
+        assert torch.equal(first.dv, other.dv)
+
+
+def test_padding_of_every_kind_gets_zero() -> None:
+    case = Case(
+        *((60, 20, 90), (80, 30, 200), 2, 1),
+        causal=True,
+        packed_q=True,
+        packed_k=True,
+        tail_q=70,
+        tail_k=140,
+        used_q=(33, 0, 90),
+        used_k=(41, 30, 0),
+    )
+    call = make_call(case)
+    found = emulate_backward(call.decision, *call.arguments)
+    live, seen = readable_rows(case)
+    assert not found.dq[~live].any()
+    assert not found.dk[~seen].any()
+    assert not found.dv[~seen].any()
+    assert_gradients_match(found, call.inputs, call.incoming, call.out)
+
+
+# Found to be redundant, by kind of synchronisation: the number of instructions without which no
+# fault is noticed, and why.
+REDUNDANT = {
+    # The producer's waits for the buffers of K and V, which are used once; and the one for dO's
+    # stage, since its wait for Q's has seen a later release.
+    "mbarrier wait": 3,
+}
+
+
+@pytest.mark.slow
+def test_missing_synchronisation_is_noticed() -> None:
+    # With 128 rows in a block each warpgroup reads all of K, to the end.
+    call = make_call(Case((500,), (200,), 1, 1, head_dim=64), tile_m=128, stages=2)
+    run, gradients = prepare_gradients(call)
+
+    def result() -> bytes:
+        return b"".join(t.view(torch.int16).numpy().tobytes() for t in (gradients.dk, gradients.dv))
+
+    kinds = ("mbarrier wait", "named barrier sync", "proxy fence")
+    chosen = [i for i in sync_instructions(run.launches[0].ptx) if i.kind in kinds]
+    assert chosen
+    options = [
+        Options("round_robin", check_races=True),
+        Options("adversarial", 2, check_races=True),
+    ]
+    unnoticed: dict[str, int] = {}
+    for verdict in score(run, result, options, chosen):
+        if verdict.fault is None:
+            kind = verdict.instruction.kind
+            unnoticed[kind] = unnoticed.get(kind, 0) + 1
+    assert unnoticed == REDUNDANT
+
+
+def prepare_gradients(call: Call) -> tuple[PreparedRun, Gradients]:
+    """The kernel of the gradients, ready to run with its statistics filled in."""
+    steps, gradients, _ = backward_steps(call.decision, *call.arguments)
+    runs = []
+    for step in steps[:2]:
+        uses = {
+            position: TensorUse(name, is_output=True, has_content=position not in step.outputs)
+            for position, name in enumerate(step.names)
+        }
+        runs.append(prepare(step.spec, *step.arguments, uses=uses))
+        if len(runs) == 1:
+            runs[0].execute()
+    return runs[1], Gradients(*gradients, None)
