@@ -63,7 +63,7 @@ def _rows(head_dim: int, head_dim_v: int) -> list[tuple[str, ...]]:
         )
         if schedule.is_persistent:
             persistent.append(kind)
-        as_one_tile = dataclasses.replace(schedule, is_persistent=False)
+        as_one_tile = dataclasses.replace(schedule, is_persistent=False, folds=False)
         kinds_of.setdefault(as_one_tile, []).append(kind)
     return [
         (

@@ -37,6 +37,7 @@ class ForwardSchedule:
     takes_turns            warpgroups issue their matmuls in turns, so that one computes softmax
                            while the other keeps the tensor cores busy (FA3 section 3.1)
     is_persistent          a CTA takes tile after tile; otherwise one CTA a tile
+    folds                  causal: it may be told to take them in pairs, a long and a short one
     """
 
     head_dim: int
@@ -49,6 +50,7 @@ class ForwardSchedule:
     o_shares_q: bool
     takes_turns: bool
     is_persistent: bool
+    folds: bool = False
 
     @property
     def consumer_warpgroups(self) -> int:
@@ -86,7 +88,8 @@ class ForwardSchedule:
             f"{self.consumer_warpgroups} consumer warpgroups of {self.consumer_registers} "
             f"registers, producer {self.producer_registers}, "
             f"{'turns between warpgroups, ' if self.takes_turns else ''}"
-            f"{'persistent' if self.is_persistent else 'one tile a CTA'}, "
+            f"{'persistent' if self.is_persistent else 'one tile a CTA'}"
+            f"{', in pairs of tiles' if self.folds else ''}, "
             f"{self.smem_bytes // 1024} KiB shared memory"
         )
 
@@ -95,10 +98,14 @@ class ForwardSchedule:
         parts = [f"m{self.tile_m}n{self.tile_n}s{self.stages}"]
         if self.is_persistent:
             parts.append("persistent")
+        if self.folds:
+            parts.append("folded")
         return "_".join(parts)
 
     def __post_init__(self) -> None:
         problems = []
+        if self.folds and not self.is_persistent:
+            problems.append("folds=True needs is_persistent=True")
         if self.tile_m % 64 or not 1 <= self.consumer_warpgroups <= 3:
             problems.append(f"tile_m={self.tile_m} is not 64, 128 or 192")
         if self.tile_n % 16 or not 16 <= self.tile_n <= 256:
@@ -153,15 +160,14 @@ def forward_rule(features: ForwardFeatures) -> ForwardSchedule:
     is_narrow = head_dim <= 64 and head_dim_v <= 64
     is_simple = features.score == "plain" and not features.has_left_bound
     tile_m, consumer, producer = (192, 160, 32) if is_narrow and is_simple else (128, 240, 24)
-    # Tiles of equal cost: a CTA that takes every n-th of them hides the change of tile. With
-    # causal or ragged tiles the hardware balances better, handing out a CTA at a time.
-    is_uniform = not (
-        features.has_right_bound
-        or features.packed_q
-        or features.packed_k
-        or features.has_seqused_q
-        or features.has_seqused_k
+    # Tiles of equal cost: a CTA that takes every n-th of them hides the change of tile, and so does
+    # one that takes pairs of a long and a short causal tile. Windows and ragged tiles the hardware
+    # balances better, handing out a CTA at a time.
+    is_ragged = (
+        features.packed_q or features.packed_k or features.has_seqused_q or features.has_seqused_k
     )
+    is_uniform = not (features.has_right_bound or is_ragged)
+    folds = features.has_right_bound and not (features.has_left_bound or is_ragged)
     for tile_n in range(128, 15, -16):
         for o_shares_q in (False, True):
             for stages in (3, 2):
@@ -176,7 +182,8 @@ def forward_rule(features: ForwardFeatures) -> ForwardSchedule:
                         producer_registers=producer,
                         o_shares_q=o_shares_q,
                         takes_turns=head_dim_v <= 128,
-                        is_persistent=is_uniform,
+                        is_persistent=is_uniform or folds,
+                        folds=folds,
                     )
                 except ValueError:
                     continue  # over a budget: try the next smaller one

@@ -94,6 +94,7 @@ class Call(NamedTuple):
 
     rows_q, rows_k  extent of the row mode of q, and of k and v
     num_tiles       tiles of all CTAs; the other counts are those of `tile_order.locate_tile`
+    fold            1: a CTA takes tiles in pairs, a long and a short one; see `tile_of`
     fills_padding   whether output rows of padding are set to 0
     stores_lse      whether the LSE is wanted
     """
@@ -110,6 +111,7 @@ class Call(NamedTuple):
     num_m_blocks: Int32
     num_batches: Int32
     heads_in_group: Int32
+    fold: Int32
     softmax_scale: Float32
     softcap: Float32
     left: Int32
@@ -130,9 +132,9 @@ class Work(NamedTuple):
 class Progress(NamedTuple):
     """Where a role is in its round of tiles; the same in every role of a CTA.
 
-    first      tile index of the round's first tile
+    first      the round's first item, a tile or a pair of tiles
     number     of the round, from 0
-    tiles      bit i: tile first + i * CTAs is still to do
+    tiles      bit i: the round's tile i is still to do; see `HopperForward.tile_of`
     is_repeat  1 in the second pass, over the marked tiles
     """
 
@@ -228,7 +230,7 @@ class HopperForward:
         mUsedQ, mUsedK  (batch,) int32 where lengths in use are given
         mSink           (heads_q,)
         left, right     window bounds, read only by kernels that have them
-        heads_in_group  see `tile_order.locate_tile`
+        heads_in_group  see `tile_order.locate_tile`; 0: pairs of tiles, one head after another
         max_ctas        CTAs of a persistent kernel
         fills_padding   1: query rows of padding get output 0; 0: they are left alone
         stores_lse      0: mLSE is a placeholder
@@ -307,6 +309,11 @@ class HopperForward:
         else:
             num_batches = q.shape[3]
             num_m_blocks = cute.ceil_div(q.shape[0], schedule.tile_m)
+        fold = Int32(0)
+        if const_expr(self.schedule.folds):
+            fold = Int32(cutlass.select_(heads_in_group == 0, Int32(1), Int32(0)))
+            # An odd one more is a slot of no tile.
+            num_m_blocks = num_m_blocks + (num_m_blocks & fold)
         num_tiles = num_m_blocks * heads_q * num_batches
         call = Call(
             mCuQ,
@@ -320,7 +327,8 @@ class HopperForward:
             num_tiles,
             num_m_blocks,
             num_batches,
-            heads_in_group,
+            cutlass.max(heads_in_group, 1),
+            fold,
             softmax_scale,
             softcap,
             left,
@@ -343,7 +351,11 @@ class HopperForward:
             (sQ_layout, sK_layout, sV_layout, sVt_layout, sO_layout),
             call,
         ).launch(
-            grid=(cutlass.min(num_tiles, max_ctas) if schedule.is_persistent else num_tiles, 1, 1),
+            grid=(
+                cutlass.min(num_tiles >> fold, max_ctas) if schedule.is_persistent else num_tiles,
+                1,
+                1,
+            ),
             block=(schedule.threads, 1, 1),
             stream=stream,
         )
@@ -487,20 +499,37 @@ class HopperForward:
 
     @cute.jit
     def round_from(self, first: Int32, number: Int32, call: Call):
-        """Round ``number``, of tiles ``first``, first + CTAs, ...; no tiles behind the last one."""
+        """Round ``number``, of items ``first``, first + CTAs, ...; no tiles behind the last one."""
         tiles = Int32(1) if first < call.num_tiles else Int32(0)
         if const_expr(self.schedule.is_persistent):
-            left = call.num_tiles - first
-            count = (left + cute.arch.grid_dim()[0] - 1) // cute.arch.grid_dim()[0]
-            tiles = (Int32(1) << cutlass.max(count, 0)) - 1
+            left = (call.num_tiles >> call.fold) - first
+            items = (left + cute.arch.grid_dim()[0] - 1) // cute.arch.grid_dim()[0]
+            count = cutlass.max(items, 0) << call.fold
+            tiles = (Int32(1) << count) - 1
             if count >= TILES_A_ROUND:
                 tiles = Int32(-1)
         return Progress(first, number, tiles, Int32(0))
 
     @cute.jit
-    def tile_of(self, progress: Progress):
-        """Index of the tile that comes next in a round."""
-        return progress.first + lowest_bit(progress.tiles) * cute.arch.grid_dim()[0]
+    def tile_of(self, progress: Progress, call: Call):
+        """Index of the tile that comes next in a round.
+
+        An item is a tile; with ``fold`` the two tiles of a head that are equally far from its
+        longest and its shortest one. All of these take about the same time, so that every CTA
+        gets the same share, the keys of few heads are in use at a time, and the change of tile is
+        hidden.
+        """
+        i = lowest_bit(progress.tiles)
+        item = progress.first + (i >> call.fold) * cute.arch.grid_dim()[0]
+        if const_expr(self.schedule.folds):
+            if call.fold != 0:
+                items_a_head = call.num_m_blocks // 2
+                pair = item // items_a_head
+                block = item - pair * items_a_head
+                if i % 2 != 0:
+                    block = call.num_m_blocks - 1 - block
+                item = pair * call.num_m_blocks + block
+        return item
 
     @cute.jit
     def next_tile(
@@ -531,7 +560,7 @@ class HopperForward:
                     barrier.arrive_and_wait()
             if const_expr(schedule.is_persistent):
                 if tiles == 0:
-                    step = TILES_A_ROUND * cute.arch.grid_dim()[0]
+                    step = (TILES_A_ROUND >> call.fold) * cute.arch.grid_dim()[0]
                     following = self.round_from(first + step, number + 1, call)
                     first, number, tiles, is_repeat = following
         return Progress(first, number, tiles, is_repeat)
@@ -571,7 +600,7 @@ class HopperForward:
         tiles_loaded = Int32(0)
         progress = self.first_round(call)
         while progress.tiles != 0:
-            work = self.locate(self.tile_of(progress), call)
+            work = self.locate(self.tile_of(progress, call), call)
             tile, keys = work.tile, work.keys
             if tile.m_block * schedule.tile_m < work.q.rows:
                 gQ = self.query_tiles(q_tma, work, work.q.length, schedule.head_dim)
@@ -686,7 +715,7 @@ class HopperForward:
         tiles_read = Int32(0)
         progress = self.first_round(call)
         while progress.tiles != 0:
-            work = self.locate(self.tile_of(progress), call)
+            work = self.locate(self.tile_of(progress, call), call)
             keys = work.keys
             first_row = work.tile.m_block * schedule.tile_m
             if first_row < work.q.rows:
@@ -839,11 +868,14 @@ class HopperForward:
             kept_reference_step(scores, regs.row_max, tile_sum, scale_log2)
             warpgroup.wait_group(0)
             rings.v.consumer_release(v_state)
+            # Rounded before anyone asks how large they are, so that conversions fill the gaps
+            # between exponentials; what has to be scaled is rounded again.
+            accumulator.round_into(regs.probabilities, regs.scores)
             if cute.arch.vote_any_sync((tile_sum[0] > EXCESS_MAX) | (tile_sum[1] > EXCESS_MAX)):
                 raise_reference(scores, regs.row_max, regs.row_sum, tile_sum, out, scale_log2)
+                accumulator.round_into(regs.probabilities, regs.scores)
             for r in cutlass.range_constexpr(2):
                 regs.row_sum[r] = regs.row_sum[r] + tile_sum[r]
-            accumulator.round_into(regs.probabilities, regs.scores)
 
     @cute.jit
     def matmul(
