@@ -11,6 +11,7 @@ import numpy as np
 from fa4.emulator.execute import Options, Statistics, run_launch
 from fa4.emulator.launch_record import Launch
 from fa4.emulator.memory import GlobalMemory
+from fa4.emulator.tensor_map import ElementType, TensorMap, encode
 
 # Registers of every snippet: predicates, 16, 32 and 64 bits; the address of array n is in %rd<n>
 # and the thread's element offset times 1 is in %rd60 (its number in the CTA), %r60 the same.
@@ -112,3 +113,63 @@ def run_instruction(opcode: str, result: str, *operands: tuple[str, Any]) -> np.
     body += f"    st.global.b{8 * output.itemsize} [%rd50], {target};\n"
     run_body(body, [*arrays, output])
     return output[:lanes].astype(np.bool_) if result == "pred" else output[:lanes]
+
+
+# -- kernels with a tensor map ---------------------------------------------------------------------
+
+MAPPED_BASE = 0x7F00_0000_0000
+MAPPED_BYTES = 4096
+MAPPED_SHARED_BYTES = 16384
+MAPPED_THREADS = 128
+# (dim 64, rows 16) of bf16 in tiles of 8 rows: 1024 bytes, swizzled.
+MAP = encode(TensorMap(MAPPED_BASE, ElementType.BF16, (64, 16), (2, 128), (64, 8), 128))
+# The address of the data is in %rd0, that of the map in %rd1, of shared memory in %r0; %r1 is the
+# thread, %p0 whether it is the first.
+MAPPED_HEADER = """
+.version 9.0
+.target sm_90a
+.address_size 64
+.extern .shared .align 1024 .b8 dynamic[];
+.visible .entry kernel(
+    .param .align 64 .b8 map[128],
+    .param .u64 pointer
+)
+.reqntid 128, 1, 1
+{
+    .reg .pred %p<8>;
+    .reg .b16 %h<4>;
+    .reg .b32 %r<16>;
+    .reg .b64 %rd<8>;
+    .reg .b32 %acc<4>;
+    ld.param.b64 %rd0, [pointer];
+    mov.b64 %rd1, map;
+    cvta.param.u64 %rd1, %rd1;
+    mov.b32 %r0, dynamic;
+    mov.u32 %r1, %tid.x;
+    setp.eq.b32 %p0, %r1, 0;
+"""
+
+
+def mapped_text(statements: str) -> str:
+    """A whole module around statements that may share a line."""
+    return MAPPED_HEADER + statements.replace(";", ";\n") + "\n ret;\n}\n"
+
+
+def run_mapped(
+    statements: str, cluster: int = 1, read_only: bool = False, options: Options | None = None
+) -> None:
+    """Run statements in one cluster; the data is zeros."""
+    memory = GlobalMemory()
+    data = np.zeros(MAPPED_BYTES, np.uint8)
+    memory.register("data", MAPPED_BASE, data, writable=not read_only)
+    ctas = (cluster, 1, 1)
+    launch = Launch(
+        "kernel",
+        mapped_text(statements),
+        ctas,
+        (MAPPED_THREADS, 1, 1),
+        ctas,
+        MAPPED_SHARED_BYTES,
+        MAP + MAPPED_BASE.to_bytes(8, "little"),
+    )
+    run_launch(launch, memory, options or Options())

@@ -17,46 +17,16 @@ from fa4.emulator.errors import (
     OutOfBounds,
     UnfinishedCopy,
 )
-from fa4.emulator.execute import Options, run_launch
-from fa4.emulator.launch_record import Launch
-from fa4.emulator.memory import GlobalMemory
+from fa4.emulator.execute import Options
 from fa4.emulator.race_detector import Shadow
-from fa4.emulator.tensor_map import ElementType, TensorMap, encode
+from tests.emulator.ptx_kernels import mapped_text, run_mapped
 
-BASE = 0x7F00_0000_0000
-NBYTES = 4096
-SHARED_BYTES = 16384
-THREADS = 128
 SCHEDULES = (("round_robin", 0), ("random", 1), ("adversarial", 2), ("adversarial", 3))
-
-# (dim 64, rows 16) of bf16 in tiles of 8 rows: 1024 bytes, swizzled.
-MAP = encode(TensorMap(BASE, ElementType.BF16, (64, 16), (2, 128), (64, 8), 128))
 
 # mbarriers are at %r0 and %r0+8, tiles from %r0+1024 on; %r2 is where this thread's 8 bytes of the
 # first tile are.
-HEADER = """
-.version 9.0
-.target sm_90a
-.address_size 64
-.extern .shared .align 1024 .b8 dynamic[];
-.visible .entry kernel(
-    .param .align 64 .b8 map[128],
-    .param .u64 pointer
-)
-.reqntid 128, 1, 1
-{
-    .reg .pred %p<8>;
-    .reg .b16 %h<4>;
-    .reg .b32 %r<16>;
-    .reg .b64 %rd<8>;
-    .reg .b32 %acc<4>;
-    ld.param.b64 %rd0, [pointer];
-    mov.b64 %rd1, map;
-    cvta.param.u64 %rd1, %rd1;
-    mov.b32 %r0, dynamic;
-    mov.u32 %r1, %tid.x;
+PRELUDE = """
     shr.u32 %r5, %r1, 5;
-    setp.eq.b32 %p0, %r1, 0;
     setp.eq.b32 %p3, %r1, 32;
     mov.u32 %r6, %cluster_ctarank;
     shl.b32 %r2, %r1, 3;
@@ -73,7 +43,7 @@ HEADER = """
 # which hold every 8 rows: no stride between those.
 TCGEN05_SHAPE = 1 << 4 | 1 << 7 | 1 << 10 | 1 << 17 | 4 << 24
 TCGEN05_MATRIX = 1024 // 16 | (128 // 16) << 16 | 1 << 46
-HEADER = HEADER.replace("{matrix}", hex(TCGEN05_MATRIX)).replace("{shape}", hex(TCGEN05_SHAPE))
+PRELUDE = PRELUDE.replace("{matrix}", hex(TCGEN05_MATRIX)).replace("{shape}", hex(TCGEN05_SHAPE))
 
 INIT = "@%p0 mbarrier.init.shared.b64 [%r0], 1; @%p0 mbarrier.init.shared.b64 [%r0+8], 1;"
 PUBLISH = "fence.mbarrier_init.release.cluster; bar.sync 0;"
@@ -504,14 +474,9 @@ FAULTS = [
 
 
 def run(body: str, cluster: int, schedule: str, seed: int) -> None:
-    text = HEADER + body.replace(";", ";\n") + "\n ret;\n}\n"
-    memory = GlobalMemory()
-    memory.register("data", BASE, np.zeros(NBYTES, np.uint8))
-    params = MAP + BASE.to_bytes(8, "little")
-    ctas = (cluster, 1, 1)
-    launch = Launch("kernel", text, ctas, (THREADS, 1, 1), ctas, SHARED_BYTES, params)
     # A read that overtakes its write is a race here, not a read of nothing.
-    run_launch(launch, memory, Options(schedule, seed, check_unwritten=False, check_races=True))
+    options = Options(schedule, seed, check_unwritten=False, check_races=True)
+    run_mapped(PRELUDE + body, cluster, options=options)
 
 
 @pytest.mark.parametrize("fault", FAULTS, ids=str)
@@ -529,17 +494,13 @@ def test_kernel_without_the_fault_is_clean_under_every_schedule(fault):
 
 
 def test_faults_are_reported_on_demand_only():
-    text = HEADER + (WRITE + SYNC + OVERWRITE + READ).replace(";", ";\n") + "\n ret;\n}\n"
-    memory = GlobalMemory()
-    one = (1, 1, 1)
-    params = MAP + BASE.to_bytes(8, "little")
-    run_launch(Launch("kernel", text, one, (THREADS, 1, 1), one, SHARED_BYTES, params), memory)
+    run_mapped(PRELUDE + WRITE + SYNC + OVERWRITE + READ)
 
 
 def test_report_names_both_instructions():
     with pytest.raises(DataRace) as caught:
         run(WRITE + READ, 1, "round_robin", 0)
-    lines = (HEADER + (WRITE + READ).replace(";", ";\n")).splitlines()
+    lines = mapped_text(PRELUDE + WRITE + READ).splitlines()
     write = next(n for n, line in enumerate(lines, 1) if "st.shared" in line)
     read = next(n for n, line in enumerate(lines, 1) if "ld.shared" in line)
     assert f"a load by warp 1 of CTA rank 0 (PTX line {read})" in caught.value.message

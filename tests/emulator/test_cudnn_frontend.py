@@ -28,10 +28,11 @@ def test_block_sparse_attention_and_its_gradients(arch: str, block: int) -> None
     run(arch, "block_sparse", block, "backward")
 
 
-def test_block_sparse_attention_on_blackwell_is_free_of_races() -> None:
-    """On Hopper nothing makes the mbarriers visible to TMA after they are initialised, which the
-    race detector reports (version 1.32.0)."""
-    run("sm_100a", "block_sparse", 128, "forward", "races")
+@pytest.mark.parametrize("arch", ["sm_90a", "sm_100a"])
+def test_block_sparse_attention_is_free_of_races(arch: str) -> None:
+    """Of its Hopper kernel for blocks of 64 the race detector reports that nothing makes mbarriers
+    visible to TMA after they are initialised (version 1.32.0)."""
+    run(arch, "block_sparse", 128, "forward", "races")
 
 
 @pytest.mark.parametrize("arch", ["sm_90a", "sm_100a"])

@@ -5,7 +5,6 @@ Every fault must be reported as its kind, with the instruction that committed it
 
 from dataclasses import dataclass
 
-import numpy as np
 import pytest
 
 from fa4.emulator.errors import (
@@ -17,44 +16,12 @@ from fa4.emulator.errors import (
     OutOfBounds,
     UnwrittenRead,
 )
-from fa4.emulator.execute import run_launch
-from fa4.emulator.launch_record import Launch
-from fa4.emulator.memory import GlobalMemory
-from fa4.emulator.tensor_map import ElementType, TensorMap, encode
+from tests.emulator.ptx_kernels import MAPPED_BYTES, MAPPED_SHARED_BYTES, run_mapped
 
-BASE = 0x7F00_0000_0000
-NBYTES = 4096
-SHARED_BYTES = 16384
-THREADS = 128
-
-# (dim 64, rows 16) of bf16 in tiles of 8 rows: 1024 bytes, swizzled.
-MAP = encode(TensorMap(BASE, ElementType.BF16, (64, 16), (2, 128), (64, 8), 128))
-
-HEADER = """
-.version 9.0
-.target sm_90a
-.address_size 64
-.extern .shared .align 1024 .b8 dynamic[];
-.visible .entry kernel(
-    .param .align 64 .b8 map[128],
-    .param .u64 pointer
-)
-.reqntid 128, 1, 1
-{
-    .reg .pred %p<8>;
-    .reg .b32 %r<16>;
-    .reg .b64 %rd<8>;
-    .reg .b32 %acc<4>;
-    ld.param.b64 %rd0, [pointer];
-    mov.b64 %rd1, map;
-    cvta.param.u64 %rd1, %rd1;
-    mov.b32 %r0, dynamic;
-    mov.u32 %r1, %tid.x;
+SETUP = """
     mul.wide.u32 %rd2, %r1, 4;
     add.s64 %rd2, %rd0, %rd2;
-    setp.eq.b32 %p0, %r1, 0;
 """
-
 INIT = """
     @%p0 mbarrier.init.shared.b64 [%r0], 1;
     bar.sync 0;
@@ -114,8 +81,8 @@ class Fault:
 FAULTS = [
     Fault(
         "load behind the last byte",
-        f"ld.global.b32 %r3, [%rd2+{NBYTES - 508}];",
-        f"ld.global.b32 %r3, [%rd2+{NBYTES - 512}];",
+        f"ld.global.b32 %r3, [%rd2+{MAPPED_BYTES - 508}];",
+        f"ld.global.b32 %r3, [%rd2+{MAPPED_BYTES - 512}];",
         OutOfBounds,
         "nearest is data.*starts at byte 4096",
         "ld.global.b32",
@@ -147,10 +114,10 @@ FAULTS = [
     ),
     Fault(
         "shared store behind the end",
-        f"@%p0 st.shared.b32 [%r0+{SHARED_BYTES}], %r1;",
-        f"@%p0 st.shared.b32 [%r0+{SHARED_BYTES - 4}], %r1;",
+        f"@%p0 st.shared.b32 [%r0+{MAPPED_SHARED_BYTES}], %r1;",
+        f"@%p0 st.shared.b32 [%r0+{MAPPED_SHARED_BYTES - 4}], %r1;",
         OutOfBounds,
-        f"{SHARED_BYTES} bytes",
+        f"{MAPPED_SHARED_BYTES} bytes",
         "st.shared.b32",
     ),
     Fault(
@@ -251,12 +218,7 @@ FAULTS = [
 
 
 def run(body: str, read_only: bool = False) -> None:
-    text = HEADER + body.replace(";", ";\n") + "\n ret;\n}\n"
-    memory = GlobalMemory()
-    memory.register("data", BASE, np.zeros(NBYTES, np.uint8), writable=not read_only)
-    params = MAP + BASE.to_bytes(8, "little")
-    one = (1, 1, 1)
-    run_launch(Launch("kernel", text, one, (THREADS, 1, 1), one, SHARED_BYTES, params), memory)
+    run_mapped(SETUP + body, read_only=read_only)
 
 
 @pytest.mark.parametrize("fault", FAULTS, ids=str)
