@@ -4,16 +4,20 @@ Counts come from the run: how often each warp executed each instruction, and the
 copies moved. Each instruction is charged to the units below at their full rate; nothing is said
 about latencies, waiting, or how well the units overlap, so the busiest unit is a lower bound of the
 time. The assembler's code differs from PTX: moves and parameter loads cost nothing here,
-multiplications and additions are not fused. tcgen05 is not charged yet.
+multiplications and additions are not fused. Accesses to tensor memory and copies to it are not
+charged.
 
 Rates of one multiprocessor and clock, from NVIDIA's tables of arithmetic throughput:
 
     issue     4 warp-instructions
-    tensor    4096 FLOP of 16-bit wgmma on Hopper, twice that for 8 bits, half for tf32
+    tensor    4096 FLOP of 16-bit wgmma on Hopper, 8192 of tcgen05.mma on Blackwell; twice that for
+              8 bits, four times for 4-bit kinds, half for tf32
     exp       16 lanes of ex2, rcp, lg2, tanh and the like
     fma       128 lanes of float32 add, multiply, fma
     alu       64 lanes of integers, logic, selection, comparison, conversion
-    shared    128 bytes of shared memory: operands of wgmma, loads, stores, shuffles, TMA
+    shared    128 bytes of shared memory: operands of tensor cores, loads, stores, shuffles, TMA
+
+A tcgen05.mma of a pair of CTAs is charged to the warp that issues it, for both.
 """
 
 from __future__ import annotations
@@ -33,6 +37,15 @@ _ISSUE_RATE = 4
 _LANE_RATES = {"exp": 16, "fma": 128, "alu": 64}
 _SHARED_RATE = 128  # bytes
 _TENSOR_RATES = {"tf32": 2048, "f16": 4096, "bf16": 4096, "e4m3": 8192, "e5m2": 8192}
+_TCGEN05_RATES = {
+    "tf32": 4096,
+    "f16": 8192,
+    "f8f6f4": 16384,
+    "i8": 16384,
+    "mxf8f6f4": 16384,
+    "mxf4": 32768,
+    "mxf4nvf4": 32768,
+}
 _OPERAND_BYTES = {"tf32": 4, "f16": 2, "bf16": 2, "e4m3": 1, "e5m2": 1}
 
 _EXP = ("ex2", "rcp", "lg2", "tanh", "sin", "cos", "sqrt", "rsqrt")
@@ -129,7 +142,10 @@ def cost_report(launch: Launch, statistics: Statistics) -> CostReport:
         for runs, costs in zip(work.block_runs, block_costs, strict=False):
             for unit in UNITS:
                 clocks[unit] += runs * costs[unit]
-        clocks["shared"] += (work.loaded_bytes + work.stored_bytes) / _SHARED_RATE
+        moved = work.loaded_bytes + work.stored_bytes + work.operand_bytes
+        clocks["shared"] += moved / _SHARED_RATE
+        for kind, flop in work.tensor_flop.items():
+            clocks["tensor"] += flop / _TCGEN05_RATES[kind]
         instructions = sum(
             runs * size for runs, size in zip(work.block_runs, program.instructions, strict=True)
         )

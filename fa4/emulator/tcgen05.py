@@ -35,6 +35,7 @@ from fa4.emulator.mma_descriptor_sm100 import (
 )
 from fa4.emulator.ptx import Immediate, Instruction, Memory, Operand, Register, Symbol, Vector
 from fa4.emulator.register_kinds import LANES
+from fa4.emulator.tensor_core import ROW_BYTES
 from fa4.emulator.zero_columns import ZeroColumns
 
 if TYPE_CHECKING:
@@ -230,6 +231,7 @@ class Tcgen05:
         line = self.warp.calling_line()
         for lane in np.flatnonzero(mask):
             step = self._step(form, operands, scales, disabled, zeros, int(lane))
+            self._count(step)
             if self._last is not None and self._last.takes(step):
                 self._last.steps.append(step)
                 continue
@@ -265,6 +267,15 @@ class Tcgen05:
             None if zeros is None else ZeroColumns.decode(int(zeros[lane]), shape),
             kept,
         )
+
+    def _count(self, step: Step) -> None:
+        """For the cost report. 64 rows of one CTA keep the unit as long as 128."""
+        work, shape, kind = self.warp.work, step.shape, step.form.kind
+        rows = 2 * shape.m if shape.is_interleaved else shape.m
+        flop = 2 * rows * shape.n * shape.a.k
+        work.tensor_flop[kind] = work.tensor_flop.get(kind, 0) + flop
+        operand_rows = shape.n + (0 if step.form.a_in_tensor_memory else shape.m)
+        work.operand_bytes += operand_rows * ROW_BYTES
 
     def copy(
         self,

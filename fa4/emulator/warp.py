@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import sys
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
@@ -62,17 +62,28 @@ class LaneGroup:
 
 @dataclass
 class WarpWork:
-    """What a warp did: how often it ran each block, and bytes of TMA tiles that it copied."""
+    """What a warp did.
+
+    block_runs               how often it ran each block
+    loaded_bytes, stored_bytes  of TMA tiles that it copied
+    tensor_flop              of its tcgen05.mma by kind, those of both CTAs of a pair
+    operand_bytes            that these read of shared memory
+    """
 
     block_runs: list[int]
     loaded_bytes: int = 0
     stored_bytes: int = 0
+    tensor_flop: dict[str, int] = field(default_factory=dict)
+    operand_bytes: int = 0
 
     def add(self, other: WarpWork) -> None:
         pairs = zip(self.block_runs, other.block_runs, strict=True)
         self.block_runs = [mine + others for mine, others in pairs]
         self.loaded_bytes += other.loaded_bytes
         self.stored_bytes += other.stored_bytes
+        for kind, flop in other.tensor_flop.items():
+            self.tensor_flop[kind] = self.tensor_flop.get(kind, 0) + flop
+        self.operand_bytes += other.operand_bytes
 
 
 class Deferred:

@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from fa4 import dsl_runtime
-from fa4.emulator import DeviceModel, run
+from fa4.emulator import DeviceModel, LaunchReport, run
+from fa4.emulator.costs import cost_report
 
 DTYPES = {
     "bf16": torch.bfloat16,
@@ -76,6 +77,13 @@ def compiled(case: tuple[tuple[str, Any], ...]) -> tuple[Any, Any]:
 
 def multiply(case: dict[str, Any], **options: Any) -> tuple[torch.Tensor, torch.Tensor]:
     """(what the kernel stored, what is right), exact in float32."""
+    d, right, _ = multiply_and_report(case, **options)
+    return d, right
+
+
+def multiply_and_report(
+    case: dict[str, Any], **options: Any
+) -> tuple[torch.Tensor, torch.Tensor, LaunchReport]:
     tile, kernel = compiled(tuple(case.items()))
     generator = torch.Generator().manual_seed(0)
 
@@ -89,14 +97,34 @@ def multiply(case: dict[str, Any], **options: Any) -> tuple[torch.Tensor, torch.
     a = operand(rows, tile.dtype, tile.a_mn)
     b = operand(tile.n, tile.b_dtype or tile.dtype, tile.b_mn)
     d = torch.full((rows, tile.n), 99, dtype=ACCUMULATORS[tile.acc])
-    run(kernel, a, b, d, device=DeviceModel("sm_100a"), **options)
-    return d, (a.float() @ b.float().T).to(d.dtype)
+    (report,) = run(kernel, a, b, d, device=DeviceModel("sm_100a"), **options)
+    return d, (a.float() @ b.float().T).to(d.dtype), report
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_product_is_exact(case: dict[str, Any]) -> None:
     found, right = multiply(case)
     assert torch.equal(found, right)
+
+
+@pytest.mark.parametrize(
+    ("case", "clocks"),
+    [
+        ({}, 2 * 128 * 64 * 64 / 8192),
+        ({"dtype": "e4m3"}, 2 * 128 * 64 * 64 / 16384),
+        # 64 rows take as long as 128; those of a pair's other CTA are charged to the first.
+        ({"m": 64, "load": "16x64b", "repeat": 4}, 2 * 128 * 64 * 64 / 8192),
+        ({"ctas": 2, "m": 256}, 2 * 256 * 64 * 64 / 8192),
+    ],
+    ids=str,
+)
+def test_products_are_charged_to_the_tensor_cores(case: dict[str, Any], clocks: float) -> None:
+    _, _, report = multiply_and_report(case)
+    costs = cost_report(report.launch, report.statistics)
+    assert costs.total.clocks["tensor"] == costs.warps[0].clocks["tensor"] == clocks
+    m, nbytes = case.get("m", 128), 1 if "dtype" in case else 2
+    # Written by TMA once and read by the products once, and D is stored from registers.
+    assert costs.total.clocks["shared"] >= 2 * (m + 64) * 64 * nbytes / 128
 
 
 @pytest.mark.parametrize("schedule", ["random", "adversarial"])
