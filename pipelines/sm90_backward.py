@@ -282,8 +282,12 @@ def _dkv_schedule(features: BackwardFeatures) -> DkvSchedule:
 
 
 def _dq_schedule(features: BackwardFeatures, statistics_tile: int) -> DqSchedule:
+    largest = 128
+    if (features.head_dim, features.head_dim_v) == (96, 256):
+        # With more keys ptxas puts every product behind the one before, and spills.
+        largest = 64
     for v_stages, smallest in ((2, 48), (1, 16)):
-        for tile_n in range(128, smallest - 1, -16):
+        for tile_n in range(largest, smallest - 1, -16):
             try:
                 return DqSchedule(
                     features.head_dim, features.head_dim_v, tile_n, 2, v_stages, statistics_tile
@@ -304,6 +308,8 @@ class OneKernelSchedule:
     stages                Q and dO buffers of each kind, with their rows' LSE and delta
     dq_path               how a block's dQ is added to the workspace: "red" straight from
                           registers, 16 bytes a thread, or "bulk" through shared memory
+    staggers_rows         key tiles begin with different row blocks, so that CTAs that run together
+                          add to different rows of dQ; otherwise each begins with its first
     consumer_registers    per thread, after setmaxnreg
     producer_registers    per thread, after setmaxnreg
     """
@@ -313,6 +319,7 @@ class OneKernelSchedule:
     tile_m: int
     stages: int
     dq_path: str
+    staggers_rows: bool = False
     consumer_registers: int = 240
     producer_registers: int = 24
 
@@ -374,6 +381,8 @@ class OneKernelSchedule:
     @property
     def name(self) -> str:
         parts = [f"m{self.tile_m}n{self.tile_n}s{self.stages}", self.dq_path]
+        if self.staggers_rows:
+            parts.append("staggered")
         return "_".join(parts)
 
     @property
