@@ -19,6 +19,7 @@ ELEMENT_BYTES = 2  # bf16 and fp16
 
 RESCALE_THRESHOLD = 8.0  # bf16 and fp16 hold 2**8 as exactly as 1
 
+TILE_ORDERS = ("single", "static", "dynamic")
 MBARRIERS_BYTES = 512  # room for every mbarrier and the address of tensor memory
 STATISTICS_STAGES = 2  # of one float a row, for each query tile
 
@@ -39,7 +40,9 @@ class ForwardSchedule:
     other_registers        of the warpgroup with the load, MMA and store warps
     o_shares_q             O leaves through Q's buffer; otherwise it has its own, and the next
                            tile's Q is loaded while this tile's O is still being stored
-    is_persistent          a CTA takes tile after tile; otherwise one CTA a tile
+    tile_order             which tiles a CTA takes: "single", the one it was launched for; "static",
+                           every n-th of n CTAs; "dynamic", after its own those of CTAs that have
+                           not started, which cluster launch control hands out
     exp2_polynomials       of 32 exponentials of a row, how many the FMA units compute in blocks
                            without masks, so that MUFU is not what everything waits for
     rescale_threshold      O is rescaled when a row's maximum has risen by more than this, in
@@ -56,7 +59,7 @@ class ForwardSchedule:
     correction_registers: int
     other_registers: int
     o_shares_q: bool
-    is_persistent: bool
+    tile_order: str
     exp2_polynomials: int
     rescale_threshold: float
 
@@ -131,7 +134,7 @@ class ForwardSchedule:
             f"{'a pair of CTAs' if self.ctas == 2 else 'one CTA'}, {self.stages} K/V stages, "
             f"registers: softmax {self.softmax_registers}, correction "
             f"{self.correction_registers}, others {self.other_registers}, "
-            f"{'persistent' if self.is_persistent else 'one tile a CTA'}, "
+            f"{self.tile_order} tile order, "
             f"{self.smem_bytes // 1024} KiB shared memory, {self.used_columns} TMEM columns"
         )
 
@@ -140,8 +143,8 @@ class ForwardSchedule:
         parts = [f"m{self.tile_m}n{self.tile_n}s{self.stages}"]
         if self.ctas == 2:
             parts.append("pair")
-        if self.is_persistent:
-            parts.append("persistent")
+        if self.tile_order != "single":
+            parts.append(self.tile_order)
         return "_".join(parts)
 
     def __post_init__(self) -> None:
@@ -150,6 +153,8 @@ class ForwardSchedule:
             problems.append(f"query_tiles={self.query_tiles} is not 1 or 2")
         if self.ctas not in (1, 2):
             problems.append(f"ctas={self.ctas} is not 1 or 2")
+        if self.tile_order not in TILE_ORDERS:
+            problems.append(f"tile_order={self.tile_order!r} is not one of {TILE_ORDERS}")
         if self.tile_n not in (64, 128):
             problems.append(f"tile_n={self.tile_n} is not 64 or 128")
         if self.stages < 2:
@@ -225,7 +230,8 @@ def forward_schedule(
                         correction_registers=correction,
                         other_registers=other,
                         o_shares_q=o_shares_q,
-                        is_persistent=is_uniform,
+                        # Tiles of equal cost need nobody to ask.
+                        tile_order="static" if is_uniform else "dynamic",
                         exp2_polynomials=_exp2_polynomials(max(dims), query_tiles, arch),
                         rescale_threshold=RESCALE_THRESHOLD,
                     )

@@ -15,6 +15,7 @@ Roles (T + 2 warpgroups; T = query_tiles)
   warpgroup T+1      warp 0 mma      issues every matrix product; owns the tensor memory
                      warp 1 load     issues every TMA load
                      warp 2 store    issues every TMA store
+                     warp 3 ask      asks the hardware for further work, in the dynamic order
 
 Tensor memory, by column (`ForwardSchedule.score_column`, `.output_column`)
   S0, S1      tile_n columns each: fp32 scores, then the 16-bit probabilities made from them in the
@@ -39,6 +40,7 @@ Hand-offs (mbarriers; `Mbarriers`). "block" barriers are indexed by the buffer o
   R_FULL, R_EMPTY      softmax -> correction: one float a row. The factor for O with every block
                        but a tile's first, then the sum and the maximum of the row
   OUT_FULL, OUT_EMPTY  correction -> store: O is in shared memory
+  ITEM_FULL, _EMPTY    ask -> everybody: the next work item, in the dynamic order
 A query tile that sees no key takes part in the statistics alone: correction stores its zeros.
 
 Matrix products of one CTA are executed in the order they are issued in. So Q K^T of a block may
@@ -93,6 +95,7 @@ from fa4.pipelines.sm100 import (
 DTYPES = {"bf16": BFloat16, "fp16": Float16, "fp32": Float32}
 WARP = 32
 VECTOR = 8  # 16-bit elements of a 16-byte store
+ANSWER_BYTES = 16  # of cluster launch control
 
 
 class Warp(IntEnum):
@@ -101,6 +104,7 @@ class Warp(IntEnum):
     MMA = 0
     LOAD = 1
     STORE = 2
+    ASK = 3
 
 
 class Tma(NamedTuple):
@@ -178,6 +182,13 @@ class Mbarriers:
         self.R_EMPTY = self._add(tiles * STATISTICS_STAGES, own_warps)
         self.OUT_FULL = self._add(tiles, own_warps)
         self.OUT_EMPTY = self._add(tiles, 1)
+        # Readers of the next work item: everybody but the one that asks, mma in one CTA only.
+        readers = schedule.ctas * (own_warps * (tiles + 1) + 2) + 1
+        self.ITEM_FULL = self._add(1, 1)
+        self.ITEM_EMPTY = self._add(1, readers)
+        # Room for an answer of 16 bytes behind the barriers.
+        self.ANSWER = -(-self.size // 2) * 2
+        self.words = self.ANSWER + 2
 
     def _add(self, count: int, arrivals: int) -> int:
         first = self.size
@@ -266,7 +277,9 @@ class BlackwellForward:
 
         @cute.struct
         class SharedStorage:
-            mbarriers: cute.struct.MemRange[cutlass.Int64, self.mbarriers.size]
+            mbarriers: cute.struct.Align[
+                cute.struct.MemRange[cutlass.Int64, self.mbarriers.words], 16
+            ]
             tmem_address: cutlass.Int32
             statistics: cute.struct.Align[
                 cute.struct.MemRange[Float32, tiles * STATISTICS_STAGES * ROWS], 128
@@ -308,7 +321,7 @@ class BlackwellForward:
             stores_lse,
         )
         num_items = num_tiles
-        if const_expr(schedule.is_persistent):
+        if const_expr(schedule.tile_order == "static"):
             num_items = cutlass.min(num_tiles, cutlass.max(max_ctas // schedule.ctas, 1))
         self.kernel.set_name_prefix(
             f"fa4_sm100_forward_{self.features.name}_{schedule.name}", keep_mangled_name=False
@@ -412,6 +425,10 @@ class BlackwellForward:
                     self.mma(sQ, sK, sV, tmem, bars, call)
             if other_warp == Warp.STORE:
                 self.store(o_tma, sO, bars, rank, call)
+            if const_expr(schedule.tile_order == "dynamic"):
+                if other_warp == Warp.ASK:
+                    if rank == 0:
+                        self.ask(bars, call)
         elif warp_idx >= 4 * tiles:
             self.set_registers(schedule.correction_registers)
             self.correct(mO, mLSE, mSink, statistics, sO, tmem, bars, rank, call)
@@ -492,6 +509,54 @@ class BlackwellForward:
         """The work item that this CTA begins with, and the distance to its next one."""
         ctas = self.schedule.ctas
         return cute.arch.block_idx()[0] // ctas, cute.arch.grid_dim()[0] // ctas
+
+    @cute.jit
+    def next_item(self, tile_idx: Int32, step: Int32, items: Int32, bars: cute.Pointer, call: Call):
+        """The work item after ``tile_idx``, the ``items``-th that the warp has had; past the end
+        where there is none.
+
+        All roles of a CTA, and of a pair, have to agree, so the answer to one question is read by
+        each of them.
+        """
+        following = tile_idx + step
+        if const_expr(self.schedule.tile_order == "dynamic"):
+            at = self.mbarriers
+            self.wait(bars, at.ITEM_FULL, items & 1)
+            following = self.answer(bars, call)
+            self.arrive_at_issuer(bars, at.ITEM_EMPTY)
+        return following
+
+    @cute.jit
+    def answer(self, bars: cute.Pointer, call: Call):
+        """The work item that the hardware has answered with."""
+        where = cute.recast_ptr(bars + self.mbarriers.ANSWER, dtype=Int32)
+        first_cta, _, _, is_there = cute.arch.clc_response(where)
+        # The next answer comes through the async proxy.
+        cute.arch.fence_proxy("async.shared", space="cta")
+        return first_cta // self.schedule.ctas if is_there != 0 else call.num_tiles
+
+    @cute.jit
+    def ask(self, bars: cute.Pointer, call: Call):
+        """Ask warp (of the first CTA): take work of clusters that have not started, one ahead.
+
+        Waits for ITEM_EMPTY; the hardware's answer signals ITEM_FULL in each CTA.
+        """
+        at = self.mbarriers
+        ctas = self.schedule.ctas
+        items = Int32(0)
+        tile_idx, _ = self.first_item()
+        while tile_idx < call.num_tiles:
+            self.wait(bars, at.ITEM_EMPTY, (items & 1) ^ 1)
+            where = cute.recast_ptr(bars + at.ANSWER, dtype=Int32)
+            with cute.arch.elect_one():
+                for cta in cutlass.range_constexpr(ctas):
+                    cute.arch.mbarrier_arrive_and_expect_tx(
+                        bars + at.ITEM_FULL, ANSWER_BYTES, cta if const_expr(ctas == 2) else None
+                    )
+                cute.arch.issue_clc_query(bars + at.ITEM_FULL, where, multicast=ctas == 2)
+            self.wait(bars, at.ITEM_FULL, items & 1)
+            tile_idx = self.answer(bars, call)
+            items = items + 1
 
     @cute.jit
     def locate(self, tile_idx: Int32, call: Call):
@@ -587,6 +652,7 @@ class BlackwellForward:
         tiles = schedule.query_tiles
         q_loaded = (Int32(0),) * tiles
         blocks_loaded = Int32(0)
+        items = Int32(0)
         tile_idx, step = self.first_item()
         while tile_idx < call.num_tiles:
             work = self.locate(tile_idx, call)
@@ -619,7 +685,8 @@ class BlackwellForward:
                     )
                 blocks_loaded = blocks_loaded + num_blocks
                 q_loaded = self.counted(q_loaded, work)
-            tile_idx = tile_idx + step
+            tile_idx = self.next_item(tile_idx, step, items, bars, call)
+            items = items + 1
 
     def query_tiles_of(self, tma: Tma, work: Work, length: Int32, dim: int):
         """Rows of q or o of a tile's sequence and head, cut into (ROWS, dim, tiles)."""
@@ -704,6 +771,7 @@ class BlackwellForward:
         q_read = (Int32(0),) * tiles
         blocks = (Int32(0),) * tiles
         kv_read = Int32(0)
+        items = Int32(0)
         tile_idx, step = self.first_item()
         while tile_idx < call.num_tiles:
             work = self.locate(tile_idx, call)
@@ -749,7 +817,8 @@ class BlackwellForward:
                 kv_read = kv_read + num_blocks
                 q_read = self.counted(q_read, work)
                 blocks = tuple(blocks[i] + self.num_blocks(work.keys[i]) for i in range(tiles))
-            tile_idx = tile_idx + step
+            tile_idx = self.next_item(tile_idx, step, items, bars, call)
+            items = items + 1
 
     def address(self, tensor: cute.Tensor, stage) -> Int32:
         """Shared-memory address of a stage's first element."""
@@ -855,6 +924,7 @@ class BlackwellForward:
         lane_address = tmem + (cute.arch.make_warp_uniform(thread // WARP) * WARP << 16)
         blocks = Int32(0)
         messages = Int32(0)
+        items = Int32(0)
         tile_idx, step = self.first_item()
         while tile_idx < call.num_tiles:
             work = self.locate(tile_idx, call)
@@ -885,7 +955,8 @@ class BlackwellForward:
                 self.tell(statistics, bars, query_tile, thread, messages, row_sum)
                 self.tell(statistics, bars, query_tile, thread, messages + 1, row_max)
                 messages = messages + 2
-            tile_idx = tile_idx + step
+            tile_idx = self.next_item(tile_idx, step, items, bars, call)
+            items = items + 1
 
     def later_blocks(self, keys: KeyRange):
         """Ranges [begin, end) of blocks behind the first one, and whether they need masks.
@@ -1040,6 +1111,7 @@ class BlackwellForward:
         used = (Int32(0),) * tiles
         blocks = (Int32(0),) * tiles
         messages = (Int32(0),) * tiles
+        items = Int32(0)
         tile_idx, step = self.first_item()
         while tile_idx < call.num_tiles:
             work = self.locate(tile_idx, call)
@@ -1083,7 +1155,8 @@ class BlackwellForward:
                 )
                 used = self.counted(used, work)
                 blocks = tuple(blocks[i] + self.num_blocks(work.keys[i]) for i in range(tiles))
-            tile_idx = tile_idx + step
+            tile_idx = self.next_item(tile_idx, step, items, bars, call)
+            items = items + 1
 
     @cute.jit
     def rescale(self, address: Int32, factor: Float32):
@@ -1199,6 +1272,7 @@ class BlackwellForward:
         at = self.mbarriers
         tiles = schedule.query_tiles
         used = (Int32(0),) * tiles
+        items = Int32(0)
         tile_idx, step = self.first_item()
         while tile_idx < call.num_tiles:
             work = self.locate(tile_idx, call)
@@ -1229,7 +1303,8 @@ class BlackwellForward:
                         given_back = at.Q_EMPTY if schedule.o_shares_q else at.OUT_EMPTY
                         self.arrive(bars, given_back + i)
                 used = self.counted(used, work)
-            tile_idx = tile_idx + step
+            tile_idx = self.next_item(tile_idx, step, items, bars, call)
+            items = items + 1
 
 
 def compile_forward(
