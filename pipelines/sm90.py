@@ -167,7 +167,12 @@ def forward_rule(features: ForwardFeatures) -> ForwardSchedule:
         features.packed_q or features.packed_k or features.has_seqused_q or features.has_seqused_k
     )
     is_uniform = not (features.has_right_bound or is_ragged)
-    folds = features.has_right_bound and not (features.has_left_bound or is_ragged)
+    # A wide output leaves no room for the next tile's Q, and the change of tile shows all the same.
+    folds = (
+        features.has_right_bound
+        and not (features.has_left_bound or is_ragged)
+        and head_dim_v <= 128
+    )
     for tile_n in range(128, 15, -16):
         for o_shares_q in (False, True):
             for stages in (3, 2):
