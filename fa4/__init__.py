@@ -6,7 +6,8 @@ Importing needs no GPU, no driver and no compiler. See `flash_attn_func` for the
 `explain` for which kernel answers a call, and ``python -m fa4`` for the command line.
 """
 
-import fa4.ops  # noqa: F401  makes torch.ops.fa4
+import fa4.kvcache_ops
+import fa4.ops  # noqa: F401  both make torch.ops.fa4
 from fa4.attention import flash_attn_func, flash_attn_varlen_func
 from fa4.checked_mode import checked
 from fa4.dispatch import Decision, FallbackWarning, UnsupportedProblemError

@@ -9,11 +9,14 @@ from torch import Tensor
 
 from fa4.attention import explain_attention, flash_attn_func, flash_attn_varlen_func
 from fa4.dispatch import Decision
+from fa4.kvcache import explain_kvcache, flash_attn_with_kvcache
+from fa4.kvcache_launch import KVCacheDecision
 from fa4.sdpa import SdpaDecision, explain_sdpa, scaled_dot_product_attention
 
 _EXPLAINERS: dict[Callable[..., Any], Callable[..., Any]] = {
     flash_attn_func: explain_attention,
     flash_attn_varlen_func: explain_attention,
+    flash_attn_with_kvcache: explain_kvcache,
     scaled_dot_product_attention: explain_sdpa,
 }
 
@@ -25,7 +28,7 @@ def explain(q: Tensor, k: Tensor, v: Tensor, *lengths: Any, **options: Any) -> D
 @overload
 def explain(
     function: Callable[..., Any], q: Tensor, k: Tensor, v: Tensor, *others: Any, **options: Any
-) -> Decision | SdpaDecision: ...
+) -> Decision | KVCacheDecision | SdpaDecision: ...
 
 
 def explain(*call: Any, **options: Any) -> Any:
@@ -33,7 +36,7 @@ def explain(*call: Any, **options: Any) -> Any:
 
     explain(q, k, v, ...)             a call of `flash_attn_func` or `flash_attn_varlen_func`
     explain(function, q, k, v, ...)   a call of that public function, for example of
-                                      `scaled_dot_product_attention`
+                                      `flash_attn_with_kvcache`, `scaled_dot_product_attention`
 
     Takes the arguments of the call itself. arch ("sm_90a", ...) asks for another machine than the
     tensors', with any backend.

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fa4.attention import BACKENDS, EMULATED_ARCH, Window
+from fa4.attention import BACKENDS, EMULATED_ARCH, Window, is_traced
 from fa4.checked_mode import is_checked
 from fa4.compiler import KernelSpec, get_kernel
 from fa4.dispatch import FallbackWarning, UnsupportedProblemError, architecture_of
@@ -115,8 +115,9 @@ def flash_attn_with_kvcache(
     output 0 and LSE -inf; so have rows of q behind the last packed sequence, which are left alone
     in a caller's ``out``. New keys past the capacity are not written.
     The contents of vectors and tables are trusted; `fa4.checked` validates them.
-    Inference only: NotImplementedError where a tensor requires grad under autograd. Raises
-    TypeError or ValueError, before any launch, naming the argument at fault.
+    Inference only: NotImplementedError where a tensor requires grad under autograd. Under
+    torch.compile and other tracers the call is an operator of `fa4.kvcache_ops`. Raises TypeError
+    or ValueError, before any launch, naming the argument at fault.
     Method: FA2, Flash-Decoding and FA3; see docs/guides/serving.md.
     """
     tensors = _Tensors(q, k_cache, v_cache, k, v, rotary_cos, rotary_sin, sink, out)
@@ -140,8 +141,60 @@ def flash_attn_with_kvcache(
         backend,
         arch,
     )
-    result, lse = _answer(tensors, vectors, options, return_lse)
+    if is_traced(q):
+        result, lse = _by_operator(tensors, vectors, options)
+    else:
+        result, lse = _answer(tensors, vectors, options, return_lse)
     return (result, lse) if return_lse else result
+
+
+def _by_operator(tensors: _Tensors, vectors: _Vectors, options: _Options) -> tuple[Tensor, Tensor]:
+    """Leave the call to an operator of `fa4.kvcache_ops`, which a tracer can write down."""
+    if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors):
+        raise NotImplementedError(
+            "a tensor requires grad, and attention over a cache has no gradients. Call it under "
+            "torch.no_grad()."
+        )
+    length = vectors.cache_seqlens
+    left, right = options.window_size
+    keywords: dict[str, Any] = {
+        "cache_seqlens": length if isinstance(length, Tensor) else None,
+        "cache_length": None if isinstance(length, Tensor) else length,
+        "cache_batch_idx": vectors.cache_batch_idx,
+        "cache_leftpad": vectors.cache_leftpad,
+        "page_table": vectors.page_table,
+        "cu_seqlens_q": vectors.cu_seqlens_q,
+        "max_seqlen_q": options.max_seqlen_q,
+        "sink": tensors.sink,
+        "softmax_scale": options.softmax_scale,
+        "causal": options.causal,
+        "window_left": -1 if left is None else left,
+        "window_right": -1 if right is None else right,
+        "softcap": options.softcap or 0.0,
+        "num_splits": options.num_splits,
+        "backend": options.backend,
+        "arch": options.arch,
+    }
+    new = {
+        "rotary_cos": tensors.rotary_cos,
+        "rotary_sin": tensors.rotary_sin,
+        "cu_seqlens_k_new": vectors.cu_seqlens_k_new,
+        "rotary_seqlens": vectors.rotary_seqlens,
+    }
+    q, k_cache, v_cache, out = tensors.q, tensors.k_cache, tensors.v_cache, tensors.out
+    if tensors.k is None or tensors.v is None:
+        given = [name for name in ("k", "v") if getattr(tensors, name) is not None]
+        given += [name for name, tensor in new.items() if tensor is not None]
+        if given:
+            raise ValueError(f"{', '.join(given)}: to append, k and v must both be given.")
+        if out is None:
+            return torch.ops.fa4.kvcache_attention(q, k_cache, v_cache, **keywords)
+        return out, torch.ops.fa4.kvcache_attention_out(out, q, k_cache, v_cache, **keywords)
+    appended = (q, k_cache, v_cache, tensors.k, tensors.v)
+    keywords |= {**new, "rotary_interleaved": options.rotary_interleaved}
+    if out is None:
+        return torch.ops.fa4.kvcache_append_attention(*appended, **keywords)
+    return out, torch.ops.fa4.kvcache_append_attention_out(out, *appended, **keywords)
 
 
 def explain_kvcache(*args: Any, **keywords: Any) -> KVCacheDecision:

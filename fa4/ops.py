@@ -165,7 +165,7 @@ def _sink_gradient(q: Tensor, sink: Tensor | None) -> Tensor:
 def _(
     q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor | None = None, *others: Any
 ) -> tuple[Tensor, Tensor]:
-    return q.new_empty((*q.shape[:-1], v.shape[-1])), _lse_of(q, cu_seqlens_q)
+    return q.new_empty((*q.shape[:-1], v.shape[-1])), lse_like(q, cu_seqlens_q)
 
 
 @attention_forward_out.register_fake
@@ -177,7 +177,7 @@ def _(
     cu_seqlens_q: Tensor | None = None,
     *others: Any,
 ) -> Tensor:
-    return _lse_of(q, cu_seqlens_q)
+    return lse_like(q, cu_seqlens_q)
 
 
 @attention_backward.register_fake
@@ -200,7 +200,8 @@ def _(
     return dq, dk, dv, _sink_gradient(q, sink)
 
 
-def _lse_of(q: Tensor, cu_seqlens_q: Tensor | None) -> Tensor:
+def lse_like(q: Tensor, cu_seqlens_q: Tensor | None) -> Tensor:
+    """An LSE for the queries q, not filled in."""
     dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
     if cu_seqlens_q is not None:
         rows, heads, _ = q.shape
