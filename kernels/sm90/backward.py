@@ -521,6 +521,16 @@ class HopperBackward:
         )
 
     @cute.jit
+    def first_visited(self, work: Work):
+        """The row block that a tile begins with; then come the others, around the end."""
+        first = work.rows.first
+        if const_expr(self.schedule.staggers_rows):
+            # Two row blocks a tile: spread over all of them when every tile sees every row.
+            step = self.schedule.tile_n // self.schedule.tile_m
+            first = first + work.tile.m_block * step % cutlass.max(work.num_blocks, 1)
+        return first
+
+    @cute.jit
     def workspace_entry(self, work: Work):
         """(batch entry, first block) of a sequence in the workspaces of query rows."""
         entry = work.tile.batch_idx
@@ -566,7 +576,8 @@ class HopperBackward:
             gQ = self.tiles(q_tma, queries, (schedule.tile_m, schedule.head_dim))
             gdO = self.tiles(do_tma, queries, (schedule.tile_m, schedule.head_dim_v))
             lse, delta = [mStatistics[kind, entry, head_idx, None] for kind in range(2)]
-            for m_block in cutlass.range(rows.first, rows.end, unroll=1):
+            m_block = self.first_visited(work)
+            for _ in cutlass.range(work.num_blocks, unroll=1):
                 state = self.stage_at(count, True)
                 place = (first_block + m_block) * schedule.tile_m
                 self.load_tile(q_tma, gQ, m_block, shared.q, rings.q, state)
@@ -574,6 +585,9 @@ class HopperBackward:
                 self.load_tile(do_tma, gdO, m_block, shared.do, rings.do, state)
                 self.load_statistics(delta, place, shared.delta, rings.do, state)
                 count = count + 1
+                m_block = m_block + 1
+                if m_block == rows.end:
+                    m_block = rows.first
         # No tail: barriers are this CTA's own, and its shared memory lives until its last warp.
 
     def tiles(self, tma: Tma, sequence: tuple[Int32, Int32, Int32, Int32], tile):
@@ -768,12 +782,12 @@ class HopperBackward:
             clear_first = mine.clear_end
         clear = (clear_first, mine.clear_end)
 
-        # Blocks of the dQ workspace: of one head they follow each other, heads are apart.
+        # Of the dQ workspace: where this head's blocks begin.
         entry, first_block = self.workspace_entry(work)
         head_idx = work.tile.head_idx * (call.heads_q // call.heads_kv)
-        dq_block = (entry * call.heads_q + head_idx) * mdQ.shape[2] + first_block + rows.first
-        to_next_head = mdQ.shape[2] - work.num_blocks
-        m_block = rows.first
+        dq_head = (entry * call.heads_q + head_idx) * mdQ.shape[2] + first_block
+        start = self.first_visited(work)
+        m_block = start
         regs.dk.fill(0.0)
 
         whole = pipeline.PipelineState(1, Int32(0), Int32(0), Int32(0))
@@ -797,13 +811,13 @@ class HopperBackward:
             q = regs.q[None, None, None, following.index]
             self.matmul(products.scores, regs.scores, (regs.k,), q, False)
             self.share_ds(regs, shared, place, count % DS_STAGES)
-            dq = Int64(dq_block) * elements
+            dq = Int64(dq_head + m_block) * elements
             self.sum_up(products, mdQ, shared, regs, place, state, count % DS_STAGES, dq)
             m_block = m_block + 1
-            dq_block = dq_block + 1
             if m_block == rows.end:
                 m_block = rows.first
-                dq_block = dq_block + to_next_head
+            if m_block == start:
+                dq_head = dq_head + mdQ.shape[2]
             # With two chunks dP waits for the first one's probabilities, and dK runs beside them:
             # for dP and the dS that dK reads there are not registers enough at once.
             weigh = (regs, shared, following.index, m_block, place, work, call, clear)
@@ -827,7 +841,7 @@ class HopperBackward:
         last = total - 1
         state = self.stage_at(last, False)
         self.share_ds(regs, shared, place, last % DS_STAGES)
-        dq = Int64(dq_block) * elements
+        dq = Int64(dq_head + m_block) * elements
         self.sum_up(products, mdQ, shared, regs, place, state, last % DS_STAGES, dq)
         warpgroup.wait_group(0)
 

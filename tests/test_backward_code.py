@@ -1,0 +1,188 @@
+"""What the compiler makes of the one-kernel Hopper backward, read from its machine code.
+
+As `tests.test_kernel_code` for the forward kernels: neither spills nor matrix products that the
+assembler has put one after another would show in results. Needs no GPU; the first run compiles.
+"""
+
+import dataclasses
+import itertools
+from typing import Any
+
+import pytest
+
+from fa4.compiler import KernelSpec
+from fa4.kernels.features import BackwardFeatures, FinishFeatures
+from fa4.pipelines.sm90_backward import OneKernelSchedule, one_kernel_schedules
+from tests import sass
+from tests.sass import Code, Instruction
+
+ENTRY = "fa4.kernels.sm90.backward:compile_backward"
+FINISH_ENTRY = "fa4.kernels.backward_finish:compile_finish"
+HEAD_DIMS = (64, 96, 128)
+
+FULL: dict[str, Any] = {}
+CAUSAL: dict[str, Any] = {"has_right_bound": True}
+# Everything at once: the most that has to be kept in registers.
+HEAVIEST: dict[str, Any] = {
+    "dtype": "fp16",
+    "has_left_bound": True,
+    "has_right_bound": True,
+    "score": "softcap",
+    "packed_q": True,
+    "packed_k": True,
+    "has_seqused_q": True,
+    "has_seqused_k": True,
+}
+WIDE: dict[str, Any] = {"tile_m": 128, "stages": 2}
+
+
+def features(head_dim: int, head_dim_v: int, options: dict[str, Any]) -> BackwardFeatures:
+    return BackwardFeatures(
+        **{"dtype": "bf16", "head_dim": head_dim, "head_dim_v": head_dim_v, **options}
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class Kernel:
+    """A specialisation and its code."""
+
+    features: BackwardFeatures
+    schedule: OneKernelSchedule
+    code: Code
+
+    @property
+    def loop(self) -> list[Instruction]:
+        """The only loop over row blocks; what comes before and behind makes up one more block."""
+        (loop,) = self.code.loops_with("HGMMA")
+        return loop
+
+
+USUAL = [
+    *((features(dim, dim, options), {}) for dim in HEAD_DIMS for options in (FULL, CAUSAL)),
+    (features(128, 128, HEAVIEST), {}),
+    (features(64, 64, CAUSAL), WIDE),
+    (features(128, 128, CAUSAL), {"dq_path": "bulk"}),
+]
+REST = [
+    *(
+        (features(dim, dim_v, options), {})
+        for dim, dim_v in itertools.product(HEAD_DIMS, HEAD_DIMS)
+        for options in (FULL, CAUSAL, HEAVIEST)
+        if (features(dim, dim_v, options), {}) not in USUAL
+    ),
+    (features(64, 64, {"has_left_bound": True, "has_right_bound": True}), WIDE),
+]
+
+
+def identify(case: tuple[BackwardFeatures, dict[str, Any]]) -> str:
+    return "_".join([case[0].name, *(f"{name}={value}" for name, value in case[1].items())])
+
+
+@pytest.fixture(
+    scope="module",
+    params=[
+        *(pytest.param(each, id=identify(each)) for each in USUAL),
+        *(pytest.param(each, id=identify(each), marks=pytest.mark.slow) for each in REST),
+    ],
+)
+def kernel(request: pytest.FixtureRequest) -> Kernel:
+    wanted, fields = request.param
+    schedule = dataclasses.replace(one_kernel_schedules(wanted).gradients, **fields)
+    return Kernel(wanted, schedule, sass.code_of(KernelSpec(ENTRY, "sm_90a", wanted, schedule)))
+
+
+def test_no_register_is_spilled(kernel: Kernel) -> None:
+    assert kernel.code.count("STL") == kernel.code.count("LDL") == 0
+
+
+def test_matrix_products_of_a_block_are_one_instruction_for_each_step_of_16(
+    kernel: Kernel,
+) -> None:
+    schedule = kernel.schedule
+    tile_m, tile_n = schedule.tile_m, schedule.tile_n
+    head_dim, head_dim_v = schedule.head_dim, schedule.head_dim_v
+    expected = [
+        *[f"64x{tile_m}x16"] * (head_dim // 16),  # S of the next block
+        *[f"64x{schedule.dq_columns}x16"] * (tile_n // 16),  # dQ
+        *[f"64x{head_dim}x16"] * (tile_m // 16),  # dK
+        *[f"64x{tile_m}x16"] * (head_dim_v // 16),  # dP of the next block
+        *[f"64x{head_dim_v}x16"] * (tile_m // 16),  # dV of the next block
+    ]
+    assert [i.opcode.split(".")[1] for i in kernel.loop if i.is_a("HGMMA")] == expected
+    assert kernel.code.count("HGMMA") == 2 * len(expected)
+
+
+def test_matrix_products_stay_in_flight_until_the_kernel_waits(kernel: Kernel) -> None:
+    """ptxas puts a wait behind each wgmma when it serialises them."""
+    wait = "WARPGROUP.DEPBAR"
+    order = [
+        i.opcode.split(".")[1] if i.is_a("HGMMA") else i.operands.split(",")[-1].strip()
+        for i in kernel.loop
+        if i.is_a("HGMMA") or i.is_a(wait)
+    ]
+    waits = [depth for depth in order if depth in ("0x0", "0x1")]
+    if kernel.schedule.tile_m == 64:
+        # dQ is there and dK runs; dK is there and dP runs; dP is there and dV runs; dV.
+        assert waits == ["0x1", "0x1", "0x1", "0x0"]
+    else:
+        # dQ is there and dK runs; dK; dP is there and half of dV runs; all of dV.
+        assert waits == ["0x1", "0x0", "0x1", "0x0"]
+    assert kernel.code.count(wait) == 2 * len(waits) + 1
+
+
+def test_scores_take_one_exponential_each_and_no_shuffle(kernel: Kernel) -> None:
+    """Softcap another one for its tanh, and a logarithm to have that back for its derivative."""
+    each = kernel.schedule.tile_m // 2
+    has_softcap = kernel.features.score == "softcap"
+    assert sass.count(kernel.loop, "MUFU.EX2") == each * (1 + has_softcap)
+    assert sass.count(kernel.loop, "MUFU.LG2") == each * has_softcap
+    # To start a bulk copy one warp of a warpgroup is told apart by a shuffle.
+    assert sass.count(kernel.loop, "SHFL") == (kernel.schedule.dq_path == "bulk")
+
+
+def test_statistics_are_read_and_ds_is_written_by_the_widest_accesses(kernel: Kernel) -> None:
+    """A load for the four columns that a thread has of sixteen; softcap reads the LSE twice."""
+    groups = kernel.schedule.tile_m // 16
+    loads = groups * (3 if kernel.features.score == "softcap" else 2)
+    assert sass.count(kernel.loop, "LDS.128") == sass.count(kernel.loop, "LDS") == loads
+    assert sass.count(kernel.loop, "STSM.16.M88.4") == groups
+
+
+def test_dq_leaves_in_pieces_of_16_bytes_and_warpgroups_meet_once_a_block(kernel: Kernel) -> None:
+    octets = kernel.schedule.dq_columns // 8
+    if kernel.schedule.dq_path == "red":
+        additions = [i.opcode for i in kernel.loop if i.is_a("REDG")]
+        assert len(additions) == octets
+        assert all("F32x4" in opcode for opcode in additions)
+        assert sass.count(kernel.loop, "BAR") == 1
+    else:
+        assert sass.count(kernel.loop, "STS.128") == octets
+        assert sass.count(kernel.loop, "UBLKRED") == 1
+        # A warpgroup's own, before its copy may start.
+        assert sass.count(kernel.loop, "BAR") == 2
+
+
+def test_registers_move_between_the_roles_as_scheduled(kernel: Kernel) -> None:
+    schedule = kernel.schedule
+    moves = {
+        i.opcode.split(".")[1]: int(i.operands.split(",")[-1], 16)
+        for i in kernel.code.instructions
+        if i.is_a("USETMAXREG")
+    }
+    assert moves == {
+        "DEALLOC": schedule.producer_registers,
+        "TRY_ALLOC": schedule.consumer_registers,
+    }
+    assert kernel.code.registers == 65_536 // schedule.threads // 8 * 8
+
+
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+def test_finishing_reads_and_writes_16_bytes_at_once(head_dim: int) -> None:
+    wanted = FinishFeatures("bf16", head_dim, has_right_bound=True)
+    schedule = one_kernel_schedules(features(head_dim, head_dim, CAUSAL)).finish
+    code = sass.code_of(KernelSpec(FINISH_ENTRY, "sm_90a", wanted, schedule))
+    assert code.count("STL") == code.count("LDL") == 0
+    for kind in ("LDG", "STG"):
+        accesses = [i.opcode for i in code.instructions if i.is_a(kind)]
+        assert accesses
+        assert all(".128" in opcode for opcode in accesses)
