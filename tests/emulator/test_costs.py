@@ -78,14 +78,16 @@ def test_a_key_block_of_the_forward_kernel_costs_what_the_roofline_says(
     warpgroups = tile_m // 64
     clocks = {unit: number / tiles for unit, number in difference.clocks.items()}
     assert clocks["tensor"] == 2 * tile_m * tile_n * 2 * head_dim / 4096
-    # An exponential an element, and one a row for the rescale.
-    assert 1 <= clocks["exp"] / (tile_m * tile_n / 16) < 1.05
+    # An exponential an element, and none to rescale what there is.
+    assert clocks["exp"] == tile_m * tile_n / 16
     operands = warpgroups * (head_dim // 16) * (2048 + tile_n * 32)  # Q and K of the first product
     operands += warpgroups * (tile_n // 16) * head_dim * 32  # V of the second: P is in registers
     copies = tile_n * 2 * head_dim * 2
-    shuffles = warpgroups * 4 * 4  # for the row maximum: 2 of each of 2 rows a warp
-    assert clocks["shared"] == pytest.approx((operands + copies) / 128 + shuffles)
-    assert difference.busiest == ("exp" if head_dim == 64 else "tensor")
+    # Nothing else: whole blocks keep the rows' maxima, for which lanes would have to meet.
+    assert clocks["shared"] == pytest.approx((operands + copies) / 128)
+    assert difference.busiest == "tensor"
+    if head_dim == 64:
+        assert clocks["exp"] == clocks["tensor"]
     assert difference.loaded_bytes == tiles * copies
     assert difference.stored_bytes == 0
 
