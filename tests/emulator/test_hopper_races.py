@@ -96,8 +96,12 @@ FAULTS = {
     # where a warp overwrites rows of Q that only it reads; the one behind; the end of a round for
     # the loading warp.
     "named barrier sync": [
-        "DataRace", "Deadlock", "Deadlock", None, None, None, "DataRace", "Deadlock", "Deadlock",
-    ],  # fmt: skip
+        "DataRace",
+        *2 * ["Deadlock"],
+        *3 * [None],
+        "DataRace",
+        *2 * ["Deadlock"],
+    ],
 }
 
 
