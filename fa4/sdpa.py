@@ -252,7 +252,6 @@ def _is_answered_by_a_kernel(q: Tensor, k: Tensor, v: Tensor) -> bool:
     return _device_has_kernel(q.device, q.dtype, dims[0][0], dims[1][0], needs_grad)
 
 
-@torch.compiler.assume_constant_result
 def _device_has_kernel(
     device: torch.device, dtype: torch.dtype, head_dim: int, head_dim_v: int, needs_grad: bool
 ) -> bool:
@@ -269,3 +268,7 @@ def _device_has_kernel(
         needs_grad=needs_grad,
     )
     return decide(problem, *architecture_of(device)).kernel is not None
+
+
+# What torch.compiler.assume_constant_result does, which loads torch._dynamo: seconds of an import.
+setattr(_device_has_kernel, "_dynamo_marked_constant", True)  # noqa: B010  no attribute for mypy
