@@ -75,7 +75,7 @@ class BulkCopies:
                 (Space.GLOBAL, int(where[lane])),
                 int(nbytes[lane]),
             )
-            self.warp._open_copies.append(self.warp.defer(action, line))
+            self.warp.open_copies.append(self.warp.defer(action, line))
 
 
 def _copy(

@@ -127,7 +127,7 @@ class Warp:
         self._chains = 0
         self._fences = 0  # wgmma.fence reached so far
         self._is_at_fence = False
-        self._open_copies: list[Deferred] = []
+        self.open_copies: list[Deferred] = []
         self._copy_groups: list[list[Deferred]] = []
         self.async_copies = AsyncCopies(self)
         self.tcgen05 = Tcgen05(self)
@@ -611,7 +611,7 @@ class Warp:
             action = functools.partial(
                 tensor_map.store_tile, decoded, memory, shared, offset, index, fold
             )
-            self._open_copies.append(self.defer(action, line))
+            self.open_copies.append(self.defer(action, line))
 
     def _tensor_map(self, generic: np.uint64) -> Any:
         packed = self.memory.read(
@@ -634,8 +634,8 @@ class Warp:
     def bulk_commit(self, mask: Array) -> None:
         """Groups are a warp's here, not a lane's: kernels let one elected lane store."""
         if mask.any():
-            self._copy_groups.append(self._open_copies)
-            self._open_copies = []
+            self._copy_groups.append(self.open_copies)
+            self.open_copies = []
 
     def bulk_wait(self, pending: int, reads_only: bool, mask: Array) -> None:
         """All groups but the latest `pending` complete, reads and writes at once."""
