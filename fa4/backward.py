@@ -64,11 +64,13 @@ def attention_backward(
     if not problem.has_queries or not problem.has_keys:
         # Nothing depends on anything, and TMA cannot describe an empty tensor.
         dsink = None if sink is None else torch.zeros_like(sink)
-        return Gradients(*(q.new_zeros(t.shape) for t in (q, k, v)), dsink)
+        dq, dk, dv = (q.new_zeros(t.shape) for t in (q, k, v))
+        return Gradients(dq, dk, dv, dsink)
     operands = (q, k, v, lengths, sink, out, lse, grad_out, grad_lse)
     deterministic = deterministic or torch.are_deterministic_algorithms_enabled()
     if backend == "reference":
         return attention_backward_reference(problem, *operands)
+    target: str | None
     if backend == "emulator":
         target, device = arch or EMULATED_ARCH, "the emulator"
         if q.device.type != "cpu":

@@ -149,6 +149,8 @@ class Decision:
             lines.append(f"answer    kernel {self.kernel_name} for {self.kernel.arch}")
             if isinstance(schedule, ForwardSchedule):
                 lines.append(f"schedule  {schedule.description}")
+            if self.problem.needs_grad:
+                lines += str(decide_backward(self.problem, self.kernel.arch)).splitlines()[1:]
         return "\n".join(lines)
 
 
@@ -209,6 +211,9 @@ class BackwardDecision:
         for spec in (self.prepare, *self.kernels):
             if spec is not None:
                 lines.append(f"kernel    {spec.name}_{getattr(spec.schedule, 'name', '')}")
+                description = getattr(spec.schedule, "description", None)
+                if description is not None:
+                    lines.append(f"schedule  {description}")
         return "\n".join(lines)
 
 

@@ -180,9 +180,9 @@ def _accumulate(
         dk[:, key_start:key_end] += dk_chunk.transpose(1, 2)
         dv[:, key_start:key_end] += (p.transpose(-1, -2) @ grad_chunk).transpose(1, 2)
         if sink is not None and dsink is not None:
-            by_head = (heads_kv, group, 1)
             weight = torch.exp(
-                sink.to(wide).view(by_head) - lse_chunk.view(batch, *by_head[:2], -1)
+                sink.to(wide).view(heads_kv, group, 1)
+                - lse_chunk.view(batch, heads_kv, group, end - start)
             )
             drawn = weight * delta.view(weight.shape)
             dsink -= drawn.sum(dim=(0, 3)).view(heads_q)

@@ -342,14 +342,26 @@ def test_more_tiles_than_a_grid_holds_are_refused(monkeypatch: pytest.MonkeyPatc
         decide_backward.cache_clear()
 
 
-def test_text_names_every_kernel() -> None:
-    decision = decide_backward(PLAIN, "sm_90a", True)
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_text_names_every_kernel_and_schedule(deterministic: bool) -> None:
+    decision = decide_backward(PLAIN, "sm_90a", deterministic)
     assert decision.prepare is not None
     lines = str(decision).splitlines()
-    assert lines[:2] == [f"problem   {PLAIN}", "backward  two kernels"]
-    assert [line.split("_m")[0] for line in lines[2:]] == [
+    assert lines[:2] == [f"problem   {PLAIN}", f"backward  {decision.path}"]
+    kernels = [line for line in lines if line.startswith("kernel ")]
+    assert [line.split("_m")[0] for line in kernels] == [
         f"kernel    {spec.name}" for spec in (decision.prepare, *decision.kernels)
     ]
+    described = [getattr(spec.schedule, "description", None) for spec in decision.kernels]
+    schedules = [line for line in lines if line.startswith("schedule ")]
+    assert schedules == [f"schedule  {text}" for text in described if text]
+
+
+def test_text_of_a_forward_decision_says_how_gradients_are_worked_out() -> None:
+    with_gradients = dataclasses.replace(PLAIN, needs_grad=True)
+    text = str(dispatch.decide(with_gradients, "sm_90a"))
+    assert text.endswith("\n".join(str(decide_backward(PLAIN, "sm_90a")).splitlines()[1:]))
+    assert "backward" not in str(dispatch.decide(PLAIN, "sm_90a"))
 
 
 # -- arguments of kernels --------------------------------------------------------------------------
