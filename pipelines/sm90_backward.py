@@ -119,9 +119,12 @@ class DkvSchedule:
 
     @property
     def accumulator_registers(self) -> int:
-        """Of the fuller consumer: its gradient, a block of scores in fp32 and in 16 bits."""
-        gradient = max(self.head_dim, self.head_dim_v) // 2
-        return gradient + self.tile_m // 2 + self.tile_m // 4
+        """Of the fuller consumer: its gradient, a block of scores in fp32 and in 16 bits.
+
+        The warpgroup that sums up dK also holds the other one's weights, in 16 bits.
+        """
+        scores = self.tile_m // 2 + self.tile_m // 4
+        return max(self.head_dim_v // 2 + scores, self.head_dim // 2 + scores + self.tile_m // 4)
 
     @property
     def name(self) -> str:

@@ -90,7 +90,7 @@ def test_registers_fit_the_roles_and_the_accumulators(head_dim: int, head_dim_v:
             assert asked <= REGISTERS_OF_AN_SM // schedule.threads // 8 * 8 * schedule.threads
         dkv, dq = schedules.dkv, schedules.dq
         values = head_dim_v // 2 + dkv.tile_m // 2 + dkv.tile_m // 4  # dV, S and p
-        keys = head_dim // 2 + dkv.tile_m // 2 + dkv.tile_m // 4  # dK, dP and dx
+        keys = head_dim // 2 + dkv.tile_m // 2 + 2 * (dkv.tile_m // 4)  # dK, dP, dx and w
         assert dkv.accumulator_registers == max(values, keys) <= dkv.consumer_registers - 28
         sums = head_dim // 2 + 2 * (dq.tile_n // 2) + dq.tile_n // 4  # dQ, S, dP and dx
         assert dq.accumulator_registers == sums <= dq.consumer_registers - 28
@@ -124,7 +124,7 @@ def test_lanes_of_a_row_divide_a_warp_and_hold_the_row(head_dim_v: int) -> None:
         (GOOD_DKV, {"grad_stages": 0}, "grad_stages=0 is below 1"),
         (GOOD_DKV, {"cluster": 3}, "cluster=3 is not 1 or 2"),
         (GOOD_DKV, {"q_stages": 4}, "exceeds 232448 bytes"),
-        (GOOD_DKV, {"tile_m": 208}, "need about 248 registers, more than 240"),
+        (GOOD_DKV, {"tile_m": 208}, "need about 300 registers, more than 240"),
         (GOOD_DKV, {"producer_registers": 32}, "the roles' registers, 65536, exceed"),
         (GOOD_DKV, {"consumer_registers": 250}, "consumer_registers=250 is not a multiple of 8"),
         (GOOD_DQ, {"tile_n": 40}, "tile_n=40 is not a multiple of 16 from 16 to 256"),
