@@ -48,15 +48,26 @@ def mask_row(
 
 @cute.jit
 def highest_score(scores: cute.Tensor):
-    """The maximum of a row's scores; NaN if one is NaN.
+    """The maximum of a row's scores; passes over NaN, which the probabilities still get.
 
     One chain of three-input maxima a chunk, so that their latencies overlap.
     """
     highest = -Float32.inf
     for first in cutlass.range_constexpr(0, cute.size(scores), CHUNK):
-        chunk = part(scores, first, CHUNK).load()
-        highest = cute.arch.fmax(highest, chunk.reduce(cute.ReductionOp.MAX, -Float32.inf, 0))
+        chain = cute.arch.fmax(scores[first], scores[first + 1])
+        for c in cutlass.range_constexpr(2, CHUNK, 2):
+            chain = highest_of(chain, scores[first + c], scores[first + c + 1])
+        highest = cute.arch.fmax(highest, chain)
     return highest
+
+
+def highest_of(a: Float32, b: Float32, c: Float32) -> Float32:
+    """The maximum of three numbers in one instruction."""
+    return cute.arch.inline_ptx(
+        "max.f32 {$w0}, {$r0}, {$r1}, {$r2};",
+        write_only_types=[Float32],
+        read_only_args=[a, b, c],
+    )
 
 
 def part(registers: cute.Tensor, first: int, count: int) -> cute.Tensor:
