@@ -187,7 +187,10 @@ def _relabelled(arg: Any) -> Any:
     if isinstance(arg, torch.Tensor):
         return as_cuda(arg)
     if isinstance(arg, tuple | list):
-        return type(arg)(_relabelled(element) for element in arg)
+        elements = [_relabelled(element) for element in arg]
+        if hasattr(arg, "_fields"):  # a NamedTuple takes its elements one by one
+            return type(arg)(*elements)
+        return type(arg)(elements)
     return arg
 
 

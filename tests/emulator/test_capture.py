@@ -4,6 +4,7 @@ import ctypes
 import dataclasses
 import struct
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -31,6 +32,11 @@ from tests.emulator.tiny_options_kernel import (
 @pytest.fixture(scope="module")
 def add_one() -> HostFunction:
     return HostFunction(library_of_spec(tiny_spec(constant=1)))
+
+
+class Pair(NamedTuple):
+    x: torch.Tensor
+    y: torch.Tensor
 
 
 def vectors(length: int, dtype: torch.dtype = torch.float32) -> tuple[torch.Tensor, torch.Tensor]:
@@ -257,3 +263,5 @@ def test_tensors_may_come_in_a_tuple() -> None:
     inputs = {0: TensorUse("both")}  # of arguments by position: says nothing of those in tuples
     fa4.emulator.run(function, (y, x), uses=inputs)
     assert torch.equal(x, y + 1)
+    fa4.emulator.run(function, Pair(x, y))
+    assert torch.equal(y, x + 1)
