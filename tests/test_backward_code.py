@@ -176,6 +176,28 @@ def test_registers_move_between_the_roles_as_scheduled(kernel: Kernel) -> None:
     assert kernel.code.registers == 65_536 // schedule.threads // 8 * 8
 
 
+@pytest.mark.parametrize(
+    ("fields", "reason"),
+    [
+        ({"tile_m": 96}, "tile_m=96 is not 64 or 128"),
+        ({"stages": 1}, "stages=1 is below 2"),
+        ({"dq_path": "own pass"}, "dq_path='own pass' is not one of"),
+        ({"stages": 5}, "shared memory .* exceeds"),
+        ({"tile_m": 128, "stages": 2}, "need 272 registers"),
+        ({"consumer_registers": 248}, "consumer_registers=248 is not a multiple of 8 from 24"),
+    ],
+)
+def test_schedules_that_cannot_run_are_refused(fields: dict[str, Any], reason: str) -> None:
+    schedule = one_kernel_schedules(features(128, 128, FULL)).gradients
+    with pytest.raises(ValueError, match=reason):
+        dataclasses.replace(schedule, **fields)
+
+
+def test_wider_heads_than_a_warpgroup_can_keep_are_refused() -> None:
+    with pytest.raises(ValueError, match="head_dim_v=192: each must be at most 128"):
+        one_kernel_schedules(features(128, 192, FULL))
+
+
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)
 def test_finishing_reads_and_writes_16_bytes_at_once(head_dim: int) -> None:
     wanted = FinishFeatures("bf16", head_dim, has_right_bound=True)

@@ -18,7 +18,7 @@ Roles (1 + 2 warpgroups)
                               their registers
   warpgroups 1, 2   attend    each owns 64 keys: dK and dV stay in its registers from the first
                               row block of the first query head of its group to the last of the
-                              last. Of dQ of a block each makes one half
+                              last. Of a block's dQ each makes one half
 
 Shared memory (sizes in elements of q's type; `OneKernelSchedule.smem_bytes`)
   sK   (tile_n, head_dim)              later dK
@@ -35,12 +35,18 @@ Hand-offs
   dS     the named barrier DS between the warpgroups, once a block. Two stages: that a warpgroup has
          arrived for block j says that its dQ of block j - 1 is done, whose stage block j + 1 takes
 
-Order of a block j, with S(j) and dP(j) requested in the block before: P, dV(j), dS, then S(j + 1),
-so that the tensor cores have work while the warpgroups wait for each other's dS; dQ(j), dK(j); dQ
-leaves while dK runs; dP(j + 1).
+The loop is turned so that the tensor cores have work whenever the warpgroups do something else,
+and that no product is in flight from one round to the next, which ptxas would not follow. A round
+begins with dS(j) in registers:
 
-dQ is summed up in an fp32 workspace in the order of accumulator registers (`DqWorkspace`), which
-`kernels.backward_finish` undoes. The order of its sums differs from run to run.
+    request S(j + 1)            dS(j) to shared memory, the warpgroups meet
+    request dQ(j), dK(j)        dQ(j) leaves for memory while dK(j) runs
+    request dP(j + 1)           P(j + 1) while dK(j) and dP(j + 1) run
+    request dV(j + 1)           dS(j + 1) while dV(j + 1) runs
+
+dQ is summed up in an fp32 workspace in the order of accumulator registers (`add_dq`), which
+`kernels.backward_finish` undoes. The order of the sums differs from run to run. Per block 32 KiB
+(64 rows of d128) leave as 16-byte reductions, without a staging buffer and its traffic.
 """
 
 from enum import IntEnum
@@ -665,8 +671,7 @@ class HopperBackward:
             else:
                 regs.dk.fill(0.0)
                 regs.dv.fill(0.0)
-            # Of each warpgroup's keys the other one has read some bytes for dQ, and its gradients
-            # will take the place of both's.
+            # The gradients of one warpgroup go where the other one may still read K for dQ.
             self.barrier(Barrier.DS, CONSUMERS).arrive_and_wait()
             dk_tma, dv_tma = stores
             one = Float32(1.0)

@@ -123,6 +123,7 @@ def test_emulated_gradients_are_right(case: Case) -> None:
         (Case((300,), (100,), 2, 1, window_size=(20, 30)), {"tile_m": 128, "stages": 2}),
         (Case((200,), (200,), 1, 1), {"tile_m": 128, "stages": 2, "dq_path": "bulk"}),
         (Case((300,), (70,), 1, 1, head_dim=128), {"stages": 2}),
+        (Case((300,), (400,), 2, 1, causal=True), {"staggers_rows": True}),
     ],
     ids=str,
 )
