@@ -36,6 +36,7 @@ from torch import Tensor
 from fa4.attention import BACKENDS, flash_attn_func, flash_attn_varlen_func, is_traced
 
 NAME = "fa4_kernels"
+DOCUMENTS = torch.int32  # dtype of a mask that numbers documents instead of marking padding
 
 
 def register(name: str = NAME, *, backend: str = "fa4") -> None:
@@ -114,10 +115,10 @@ def attention(
         if starts is not None:
             return _attend_packed(q, k, v, starts, starts, options), None
         return _dense(q, k, v, options), None
-    if attention_mask.dtype != torch.bool and not is_traced(attention_mask):
+    if attention_mask.dtype == DOCUMENTS and not is_traced(attention_mask):
         rows = _remember(attention_mask, "_fa4_starts", _starts_of_documents)
         return _attend_packed(q, k, v, rows, rows, options), None
-    return _attend_padded(q, k, v, attention_mask, options), None
+    return _attend_padded(q, k, v, attention_mask.bool(), options), None
 
 
 def _refuse(dropout: float, attention_mask: Tensor | None, others: dict[str, Any]) -> None:
@@ -216,7 +217,7 @@ def _documents_of_positions(position_ids: Tensor) -> Tensor | None:
     if not starts.any():
         return None
     documents = torch.nn.functional.pad(starts, (1, 0)).cumsum(dim=-1)
-    return documents.int()
+    return documents.to(DOCUMENTS)
 
 
 def _starts_of_documents(documents: Tensor) -> Tensor:
@@ -318,10 +319,17 @@ def _num_runs(mask: Tensor) -> Tensor:
 
 
 def _remember(tensor: Tensor, name: str, work_out: Callable[[Tensor], Any]) -> Any:
-    """What was worked out for this very tensor: all layers of a model are given the same mask."""
-    if not hasattr(tensor, name):
-        setattr(tensor, name, work_out(tensor))
-    return getattr(tensor, name)
+    """What was worked out for this very tensor: all layers of a model are given the same one.
+
+    Forgotten when the tensor is written to, which inference tensors do not tell.
+    """
+    if tensor.is_inference():
+        return work_out(tensor)
+    version, value = getattr(tensor, name, (None, None))
+    if version != tensor._version:
+        value = work_out(tensor)
+        setattr(tensor, name, (tensor._version, value))
+    return value
 
 
 # -- the mask function ---------------------------------------------------------------------------
@@ -382,7 +390,7 @@ def padding_mask(
     if attention_mask is None:
         if not is_tracing and "packed_sequence_mask_function" in patterns:
             documents = patterns["packed_sequence_mask_function"]["packed_sequence_mask"]
-            return documents.int() + 1
+            return documents.to(DOCUMENTS) + 1
         if num_keys < kv_length:
             return torch.ones((batch_size, num_keys), dtype=torch.bool, device=device)
         return None

@@ -199,6 +199,29 @@ def test_documents_may_be_told_by_cu_seq_lens_no_kernel_ran(name: str) -> None:
     assert_close(found[0], torch.cat(alone))
 
 
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_positions_and_masks_that_are_written_to_are_looked_at_again_no_kernel_ran(
+    mode: Any,
+) -> None:
+    model = make_model("llama")
+    model.set_attn_implementation(NAME)
+    ids = tokens(1, 8)
+    with mode():
+        positions, mask = torch.arange(8)[None], torch.ones(1, 8, dtype=torch.bool)
+        plain = model(input_ids=ids, position_ids=positions, use_cache=False).logits
+        masked = model(input_ids=ids, attention_mask=mask).logits
+        assert_close(masked, plain)
+        positions[:, 4:] -= 4
+        mask[:, :4] = False
+        for changed in (
+            model(input_ids=ids, position_ids=positions, use_cache=False).logits,
+            model(input_ids=ids, attention_mask=mask, position_ids=positions).logits,
+        ):
+            alone = model(input_ids=ids[:, 4:]).logits
+            assert_close(changed[:, 4:], alone)
+            assert (changed - plain)[:, 4:].abs().max() > 1e-2
+
+
 # -- dtypes --------------------------------------------------------------------------------------
 
 
