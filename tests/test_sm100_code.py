@@ -143,11 +143,11 @@ def test_arithmetic_of_a_block_is_packed(kernel: Kernel) -> None:
     maximum."""
     half = kernel.schedule.tile_n // 2
     for loop, is_masked in zip(kernel.softmax_loops, kernel.is_masked, strict=True):
-        polynomials = 0 if is_masked else kernel.schedule.exp2_polynomials * half // 32
-        assert sass.count(loop, "FFMA2") == half + 3 * polynomials
-        assert sass.count(loop, "FADD2") == half + 3 * polynomials
+        pairs = 0 if is_masked else kernel.schedule.exp2_polynomials * half // 32
+        assert sass.count(loop, "FFMA2") == half - pairs + 5 * pairs
+        assert sass.count(loop, "FADD2") == half + pairs
         assert sass.count(loop, "F2FP") == half
-        assert half - 4 <= sass.count(loop, "FMNMX3") <= half
+        assert half <= sass.count(loop, "FMNMX3") <= half + 4
 
 
 def test_registers_move_between_the_roles_as_scheduled(kernel: Kernel) -> None:

@@ -1056,9 +1056,10 @@ class BlackwellForward:
         highest = highest_score(scores)
         reference = highest
         if const_expr(not is_first):
-            reference = row_max
-            if (highest - row_max) * scale_log2 > schedule.rescale_threshold:
-                reference = highest
+            reference = highest
+            # False for NaN, which then is the reference, and makes the whole row NaN.
+            if (highest - row_max) * scale_log2 <= schedule.rescale_threshold:
+                reference = row_max
         # A row that has seen no key yet has a maximum of -inf.
         shift = Float32(0.0) if reference == -Float32.inf else reference * scale_log2
         if const_expr(not is_first):
