@@ -37,6 +37,11 @@ from fa4.reference import attention_reference
 # Dispatch modes that are active, such as fake tensors, flop counters, selective checkpointing.
 _num_dispatch_modes = torch._C._len_torch_dispatch_stack
 
+# Asked once: torch.compile of torch 2.11 cannot trace the question.
+_AUTOCAST_DEVICES = frozenset(
+    kind for kind in ("cpu", "cuda", "mps", "xpu") if torch.amp.is_autocast_available(kind)
+)
+
 BACKENDS = ("auto", "fa4", "reference", "emulator")
 EMULATED_ARCH = "sm_90a"  # by default
 Window = Sequence[int | None]
@@ -568,7 +573,7 @@ def _autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor] 
 def autocast_dtype(device: torch.device) -> torch.dtype | None:
     """What autocast casts to on a device, None where it is off."""
     kind = device.type
-    if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):
+    if kind in _AUTOCAST_DEVICES and torch.is_autocast_enabled(kind):
         return torch.get_autocast_dtype(kind)
     return None
 
