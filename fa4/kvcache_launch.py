@@ -21,9 +21,11 @@ from fa4.dispatch import (
 from fa4.kernels.features import AppendFeatures, CombineFeatures, DecodeFeatures, head_dim_class
 from fa4.kvcache_problem import KVCacheProblem
 from fa4.pipelines.sm90_decode import DecodePlan, decode_plan
+from fa4.problem import MAX_COORDINATE
 
 APPEND_ENTRY = "fa4.kernels.append_kv:compile_append"
 COMBINE_ENTRY = "fa4.kernels.combine:compile_combine"
+LSE_COLUMNS = 4  # floats behind each row of a partial output; see `HopperDecode.__call__`
 
 
 @dataclass(frozen=True)
@@ -86,6 +88,9 @@ def decide_kvcache(
         tiles = num_tiles(problem, 64) * max(1, problem.num_splits)
         if tiles > MAX_TILES:
             reasons = (f"the problem has {tiles} tiles; one launch holds {MAX_TILES}",)
+        packed_rows = problem.rows_q * problem.group
+        if packed_rows > MAX_COORDINATE:
+            reasons = (f"q has {packed_rows} rows a key head; the most is {MAX_COORDINATE}",)
     if reasons:
         return KVCacheDecision(problem, "reference", reasons=reasons)
     plan = plan_of(problem, multiprocessors)
@@ -213,7 +218,7 @@ class KVCacheLaunch:
         if schedule.merges:
             tiles = num_tiles(problem, schedule.tile_m)
             slots = 2 * ctas if schedule.is_balanced else tiles * decision.num_splits
-            self.partial_shape = (slots, slot_rows, problem.head_dim_v)
+            self.partial_shape = (slots, slot_rows, problem.head_dim_v + LSE_COLUMNS)
         self.scalars = (
             problem.softmax_scale,
             problem.softcap,
@@ -295,19 +300,16 @@ class KVCacheLaunch:
         if wants_lse:
             lse = torch.empty(self.lse_shape, dtype=torch.float32, device=self.device)
             stores_lse = 1
-        out_partial = lse_partial = None
+        partial = None
         if self.partial_shape is not None:
-            shape = self.partial_shape
-            out_partial = torch.empty(shape, dtype=torch.float32, device=self.device)
-            lse_partial = torch.empty(shape[:2], dtype=torch.float32, device=self.device)
+            partial = torch.empty(self.partial_shape, dtype=torch.float32, device=self.device)
         self.kernel(
             q,
             k_cache,
             v_cache,
             out,
             lse,
-            out_partial,
-            lse_partial,
+            partial,
             cu_seqlens_q,
             cache_seqlens,
             cu_seqlens_new,

@@ -342,6 +342,11 @@ def _check_addressing(
                 f"page_table has stride {page_table.stride(1)} in its last dimension; it must be 1."
             )
         _check_device("page_table", page_table, q)
+        if page_table.shape[1] * k_cache.shape[1] > MAX_ROWS:
+            raise ValueError(
+                f"page_table names {page_table.shape[1]} pages of {k_cache.shape[1]} rows a "
+                f"sequence; the most is {MAX_ROWS} rows."
+            )
     elif cache_batch_idx is not None:
         _check_lengths("cache_batch_idx", cache_batch_idx, batch, "batch", q.device)
     elif k_cache.shape[0] != batch:

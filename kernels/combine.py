@@ -103,28 +103,25 @@ def weighted_sum(
     """
     warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
     acc.fill(0.0)
+    # Where there is nothing to load, something is: without branches all loads are in flight
+    # together.
+    column = cutlass.min(column, dim - VECTOR)
     for s0 in cutlass.range(warp, count, WARPS * UNROLL, unroll=1):
         values = cute.make_rmem_tensor((VECTOR, UNROLL), out_partial.value_type)
         weights = cute.make_rmem_tensor(UNROLL, Float32)
         for u in cutlass.range_constexpr(UNROLL):
-            s = s0 + WARPS * u
-            weights[u] = Float32(0.0)
-            values[None, u].fill(0.0)
-            if s < count:
-                lse = part_lse(lse_partial, parts, s)
-                weights[u] = cute.math.exp2(lse * LOG2_E - reference, fastmath=True)
-                if column < dim:
-                    at = part_offset(s, parts.out_first, parts.out_second, parts.out_step)
-                    source = (out_partial + (at + column)).align(
-                        VECTOR * out_partial.value_type.width // 8
-                    )
-                    vector = cute.make_tensor(source, cute.make_layout(VECTOR))
-                    values[None, u].store(vector.load())
+            s = cutlass.min(s0 + WARPS * u, count - 1)
+            weights[u] = part_lse(lse_partial, parts, s)
+            at = part_offset(s, parts.out_first, parts.out_second, parts.out_step)
+            source = (out_partial + (at + column)).align(VECTOR * out_partial.value_type.width // 8)
+            values[None, u].store(cute.make_tensor(source, cute.make_layout(VECTOR)).load())
         for u in cutlass.range_constexpr(UNROLL):
+            weight = cute.math.exp2(weights[u] * LOG2_E - reference, fastmath=True)
             # A part of no weight may hold NaN.
-            if weights[u] != 0.0:
-                for i in cutlass.range_constexpr(VECTOR):
-                    acc[i] = acc[i] + weights[u] * values[i, u].to(Float32)
+            counts = (s0 + WARPS * u < count) & (weight != 0.0)
+            for i in cutlass.range_constexpr(VECTOR):
+                term = weight * values[i, u].to(Float32)
+                acc[i] = acc[i] + (term if counts else Float32(0.0))
 
 
 @cute.jit
@@ -168,8 +165,7 @@ class MergeParts:
         self,
         mO: cute.Tensor,
         mLSE: cute.Tensor,
-        mOPartial: cute.Tensor,
-        mLSEPartial: cute.Tensor,
+        mPartial: cute.Tensor,
         mSink: Optional[cute.Tensor],
         call: Call,
         stream: cuda.CUstream,
@@ -181,8 +177,8 @@ class MergeParts:
         self.kernel.set_name_prefix(
             f"fa4_merge_{self.features.name}_{self.schedule.name}", keep_mangled_name=False
         )
-        self.kernel(mO, mLSE, mOPartial, mLSEPartial, mSink, call).launch(
-            grid=(tiles, call.slot_rows, 1), block=(THREADS, 1, 1), stream=stream
+        self.kernel(mO, mLSE, mPartial, mSink, call).launch(
+            grid=(tiles, call.slot_rows, 1), block=(THREADS, 1, 1), stream=stream, use_pdl=True
         )
 
     @cute.kernel
@@ -190,8 +186,7 @@ class MergeParts:
         self,
         mO: cute.Tensor,
         mLSE: cute.Tensor,
-        mOPartial: cute.Tensor,
-        mLSEPartial: cute.Tensor,
+        mPartial: cute.Tensor,
         mSink: Optional[cute.Tensor],
         call: Call,
     ):
@@ -199,23 +194,26 @@ class MergeParts:
             Float32, cute.make_layout((VECTOR, 32, WARPS)), byte_alignment=16
         )
         index, row, _ = cute.arch.block_idx()
+        # The parts are there once the kernel in front has ended.
+        cute.arch.griddepcontrol_wait()
         split = self.splits.parts(index, call)
         packed_row = split.tile.m_block * self.schedule.tile_m + row
         if (split.count > 0) & (packed_row < split.sequence.q_rows * call.group):
             position = divide(packed_row, call.group)
             head_idx = split.tile.head_kv * call.group + packed_row - position * call.group
-            dim = mOPartial.shape[2]
+            dim = mO.shape[cute.rank(mO) - 1]
+            width = mPartial.shape[2]
             slot_rows = Int64(call.slot_rows)
-            first_row = Int64(split.first) * slot_rows + row
-            second_row = Int64(split.second) * slot_rows + row
-            row_step = Int64(split.step) * slot_rows
-            parts = Parts(
-                first_row * dim, second_row * dim, row_step * dim, first_row, second_row, row_step
+            places = (
+                (Int64(split.first) * slot_rows + row) * width,
+                (Int64(split.second) * slot_rows + row) * width,
+                Int64(split.step) * slot_rows * width,
             )
+            parts = Parts(*places, *places)
             sink_log2 = -Float32.inf
             if const_expr(mSink is not None):
                 sink_log2 = mSink[head_idx].to(Float32) * LOG2_E
-            lse_partial = mLSEPartial.iterator
+            lse_partial = mPartial.iterator + dim
             reference, total = combined_lse(lse_partial, parts, split.count, sink_log2)
             scale = Float32(0.0)
             if total != 0.0:
@@ -226,7 +224,7 @@ class MergeParts:
                 column = first + lane * VECTOR
                 weighted_sum(
                     acc,
-                    mOPartial.iterator,
+                    mPartial.iterator,
                     lse_partial,
                     parts,
                     split.count,

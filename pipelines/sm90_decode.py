@@ -99,7 +99,8 @@ class DecodeSchedule:
     def name(self) -> str:
         copies = f"tma{self.copy_rows}" if self.copy_rows else "gather"
         division = "balanced" if self.is_balanced else "fixed" if self.merges else "whole"
-        return f"m{self.tile_m}n{self.tile_n}s{self.stages}_{copies}_{division}"
+        several = f"x{self.ctas_per_sm}" if self.ctas_per_sm > 1 else ""
+        return f"m{self.tile_m}n{self.tile_n}s{self.stages}{several}_{copies}_{division}"
 
     def __post_init__(self) -> None:
         problems = []
@@ -191,8 +192,8 @@ def decode_plan(
                     is_balanced=is_balanced,
                     merges=is_balanced or num_splits > 1,
                     ctas_per_sm=1,
-                    consumer_registers=240 if warpgroups == 1 else 216,
-                    producer_registers=72,
+                    consumer_registers=240 if warpgroups == 1 else 224,
+                    producer_registers=56,
                 )
             except ValueError:
                 continue  # over a budget: try the next smaller one

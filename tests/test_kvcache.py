@@ -224,6 +224,7 @@ TABLE = torch.zeros(2, 3, **INT)
         ({"page_table": TABLE.long()}, TypeError, "page_table has dtype torch.int64"),
         ({"page_table": TABLE[:1]}, ValueError, r"it must be \(batch, pages\) with batch 2"),
         ({"page_table": TABLE.T.contiguous().T}, ValueError, "page_table has stride 2 in its last"),
+        ({"page_table": TABLE.expand(2, 3)[:, :1].expand(2, 2**26)}, ValueError, "has stride 0"),
         ({"page_table": TABLE, "cache_seqlens": None}, ValueError, "cache_seqlens must be given"),
         (ANGLES, ValueError, "rotary_cos is given without k and v"),
         ({**NEW, "rotary_cos": ANGLES["rotary_cos"]}, ValueError, "rotary_sin is missing"),
@@ -428,6 +429,8 @@ def test_a_schedule_that_would_hang_or_spill_cannot_be_made(changes, words) -> N
         ({"head_dim_v": 264}, "head_dim_v=264"),
         ({"softcap": 1e9}, "softcap"),
         ({"layout_fault": "k_cache is odd"}, "k_cache is odd"),
+        ({"rows_q": 2**29}, "rows a key head; the most is"),
+        ({"rows_q": 2**25, "num_splits": 256}, "tiles; one launch holds"),
     ],
 )
 def test_each_reason_for_the_reference_is_given(changes, words) -> None:

@@ -106,7 +106,8 @@ def gather_rows(
     base = cache.iterator + Int64(head_idx) * head_stride
     dim_chunks = cache.shape[3] // CHUNK
     mine = Int32(slot)
-    for i in cutlass.range_constexpr(per_warp * chunks // 32):
+    # Not unrolled whole: a producer has few registers for so many addresses.
+    for i in cutlass.range(per_warp * chunks // 32, unroll=4):
         index = lane + 32 * i
         owner = index // chunks
         chunk = index - owner * chunks

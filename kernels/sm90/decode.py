@@ -9,8 +9,9 @@ a tile are divided among CTAs (`blocks.key_splits`), whose partial results `kern
 Method: FA2 and Flash-Decoding (split keys), FA3 section 3.1 (roles), stream-K (equal shares).
 
 Roles (1 + W warpgroups; W = tile_m / 64)
-  warpgroup 0       load      copies K and V block by block. With TMA its warp 0 issues everything;
-                              pages too small for TMA are gathered by all four warps with cp.async
+  warpgroup 0       load      copies K and V block by block. With TMA its warp 0 requests K and its
+                              warp 1 V; pages too small for TMA are gathered by all four warps with
+                              cp.async
   warpgroups 1..W   attend    each owns 64 packed rows from the loading of Q to the stored output
 
 Shared memory (sizes in elements of q's type; `DecodeSchedule.smem_bytes`)
@@ -19,8 +20,8 @@ Shared memory (sizes in elements of q's type; `DecodeSchedule.smem_bytes`)
   sV   (tile_n, head_dim_v, stages)    read transposed, as the N-major B operand of P V
 
 Hand-offs
-  k,v  filled by load in the order K(n), V(n), K(n-1), V(n-1) ...; `PipelineTmaAsync`, or
-       `PipelineAsync` where rows are gathered; released by all warps of attend
+  k,v  filled by load from the last block to the first; `PipelineTmaAsync`, or `PipelineAsync` where
+       rows are gathered; released by all warps of attend
 
 Positions out of use may hold NaN. Scores of such keys are masked, and their values must not meet a
 probability of 0: what is copied with them is overwritten with zeros (`clear_dead_values`).
@@ -91,12 +92,11 @@ class Caches(NamedTuple):
 
 
 class Results(NamedTuple):
-    """Where results go. out_partial and lse_partial are None where no tile is split."""
+    """Where results go. partial is None where no tile is split; see `HopperDecode.__call__`."""
 
     out: cute.Tensor
     lse: cute.Tensor
-    out_partial: Optional[cute.Tensor]
-    lse_partial: Optional[cute.Tensor]
+    partial: Optional[cute.Tensor]
     sink: Optional[cute.Tensor]
 
 
@@ -159,8 +159,7 @@ class HopperDecode:
         mV: cute.Tensor,
         mO: cute.Tensor,
         mLSE: cute.Tensor,
-        mOPartial: Optional[cute.Tensor],
-        mLSEPartial: Optional[cute.Tensor],
+        mPartial: Optional[cute.Tensor],
         mCuQ: Optional[cute.Tensor],
         mLengths: cute.Tensor,
         mCuNew: Optional[cute.Tensor],
@@ -184,8 +183,8 @@ class HopperDecode:
         mQ, mO       (batch, rows, heads_q, dim) or packed (total, heads_q, dim)
         mK, mV       (slots, rows, heads_kv, dim); all four: unit last stride, 16-byte aligned
         mLSE         (batch, heads_q, rows) or packed (heads_q, total), fp32
-        mOPartial    (slots, slot_rows, head_dim_v) fp32, contiguous
-        mLSEPartial  (slots, slot_rows) fp32
+        mPartial     (slots, slot_rows, head_dim_v + 4) fp32, contiguous: partial outputs, each row
+                     with its LSE behind it; 4 keep rows 16-byte aligned
         mCuQ         (batch + 1,) int32 where queries are packed
         mLengths     (batch,) int32: positions in use before new keys
         mCuNew       (batch + 1,) int32 where new keys are packed
@@ -292,16 +291,29 @@ class HopperDecode:
             fills_padding,
             stores_lse,
         )
-        results = Results(mO, mLSE, mOPartial, mLSEPartial, mSink)
+        results = Results(mO, mLSE, mPartial, mSink)
         self.kernel.set_name_prefix(
             f"fa4_sm90_decode_{self.features.name}_{schedule.name}", keep_mangled_name=False
         )
         self.kernel(
             mQ, caches, results, mma_qk, mma_pv, (sQ_layout, sK_layout, sV_layout, sVt_layout), call
-        ).launch(grid=(ctas, 1, 1), block=(schedule.threads, 1, 1), stream=stream)
+        ).launch(
+            grid=(ctas, 1, 1),
+            block=(schedule.threads, 1, 1),
+            stream=stream,
+            use_pdl=True,
+            **self.residency(),
+        )
         if const_expr(schedule.merges):
             merge = MergeParts(self.features, schedule, self.splits, self.dtype)
-            merge.launch(mO, mLSE, mOPartial, mLSEPartial, mSink, call, stream)
+            merge.launch(mO, mLSE, mPartial, mSink, call, stream)
+
+    def residency(self):
+        """Launch options that give a CTA its share of the registers where several share an SM."""
+        if self.schedule.ctas_per_sm == 1:
+            return {}
+        # Without the second one the DSL would ask a driver, which a compiling machine may lack.
+        return {"min_blocks_per_mp": self.schedule.ctas_per_sm, "preferred_smem_carveout": 100}
 
     def tma(self, cache: cute.Tensor, staged_layout, dim: int):
         """A copy of ``copy_rows`` rows of one slab of columns (`paging.swizzled`) of a cache."""
@@ -344,6 +356,10 @@ class HopperDecode:
         rings = Rings(self.ring(storage.k_barriers, sK), self.ring(storage.v_barriers, sV))
         pipeline.pipeline_init_arrive(is_relaxed=True)
         pipeline.pipeline_init_wait()
+        # Launched before the kernel in front has ended, which may write what is read from here on;
+        # and the one behind may be launched, which waits likewise.
+        cute.arch.griddepcontrol_wait()
+        cute.arch.griddepcontrol_launch_dependents()
 
         if warp_idx < WARPS:
             if const_expr(schedule.moves_registers):
@@ -351,7 +367,9 @@ class HopperDecode:
             if const_expr(self.gathers):
                 self.gather(storage.sK.data_ptr(), storage.sV.data_ptr(), caches, rings, call)
             elif warp_idx == 0:
-                self.load(sK, sV, caches, rings, call)
+                self.load(caches.k_tma, sK, rings.k, caches.addressing, call)
+            elif warp_idx == 1:
+                self.load(caches.v_tma, sV, rings.v, caches.addressing, call)
         else:
             if const_expr(schedule.moves_registers):
                 cute.arch.setmaxregister_increase(schedule.consumer_registers)
@@ -435,8 +453,15 @@ class HopperDecode:
 
     # -- load --------------------------------------------------------------------
     @cute.jit
-    def load(self, sK: cute.Tensor, sV: cute.Tensor, caches: Caches, rings: Rings, call: Call):
-        """Warp 0: request K and V block by block, as far ahead as buffers are free.
+    def load(
+        self,
+        tma: Tma,
+        sX: cute.Tensor,
+        ring: pipeline.PipelineAsync,
+        addressing: Addressing,
+        call: Call,
+    ):
+        """Warp 0 for K, warp 1 for V: request block by block, as far ahead as buffers are free.
 
         A block is tile_n / copy_rows copies, each inside one page. Lane c looks up the page of copy
         c, one block ahead; a copy without a live key asks for a slot outside of the cache, which
@@ -451,16 +476,15 @@ class HopperDecode:
             slot = Int32(0)
             row = Int32(0)
             if num_blocks > 0:
-                slot, row = self.look_up(caches.addressing, segment, keys, segment.end - 1)
+                slot, row = self.look_up(addressing, segment, keys, segment.end - 1)
             for i in cutlass.range(num_blocks, unroll=1):
                 slot_now = slot
                 row_now = row
                 if i + 1 < num_blocks:
-                    slot, row = self.look_up(caches.addressing, segment, keys, segment.end - 2 - i)
+                    slot, row = self.look_up(addressing, segment, keys, segment.end - 2 - i)
                 state = self.stage_at(blocks_loaded + i, True)
                 head_kv = segment.tile.head_kv
-                self.load_block(caches.k_tma, sK, rings.k, state, slot_now, row_now, head_kv)
-                self.load_block(caches.v_tma, sV, rings.v, state, slot_now, row_now, head_kv)
+                self.load_block(tma, sX, ring, state, slot_now, row_now, head_kv)
             blocks_loaded = blocks_loaded + num_blocks
         # No tail: barriers are this CTA's own, and its shared memory lives until its last warp.
 
@@ -676,22 +700,34 @@ class HopperDecode:
         rows = segment.sequence.q_rows * call.group
         first = segment.tile.m_block * schedule.tile_m + place.warpgroup * ROWS
         slab = q_bytes + place.warpgroup * (ROWS * schedule.head_dim)
-        # Every warp must be done with the matmuls that read the queries before these.
-        barrier.arrive_and_wait()
-        for i in cutlass.range_constexpr(ROWS * chunks // WARPGROUP):
+        count = ROWS * chunks // WARPGROUP
+        values = cute.make_rmem_tensor((CHUNK, count), self.dtype)
+        for i in cutlass.range_constexpr(count):
             index = place.thread + WARPGROUP * i
             row = index // chunks
             chunk = index - row * chunks
-            values = cute.make_rmem_tensor(CHUNK, self.dtype)
-            values.fill(0.0)
-            if (first + row < rows) & (chunk < mQ.shape[heads + 1] // CHUNK):
-                position = divide(first + row, call.group)
-                head = first + row - position * call.group
-                offset = base + Int64(position) * Int64(mQ.stride[heads - 1])
-                offset = offset + Int64(head) * Int64(mQ.stride[heads]) + chunk * CHUNK
-                values.store(self.chunk_of(mQ.iterator + offset).load())
+            is_live = (first + row < rows) & (chunk < mQ.shape[heads + 1] // CHUNK)
+            # Where there is nothing to load, something is: without branches all loads are in
+            # flight together.
+            packed = Int32(cutlass.select_(is_live, first + row, Int32(0)))
+            position = divide(packed, call.group)
+            head = packed - position * call.group
+            offset = base + Int64(position) * Int64(mQ.stride[heads - 1])
+            offset = offset + Int64(head) * Int64(mQ.stride[heads])
+            offset = offset + Int64(cutlass.select_(is_live, chunk, Int32(0)) * CHUNK)
+            values[None, i].store(self.chunk_of(mQ.iterator + offset).load())
+        # Every warp must be done with the matmuls that read the queries before these.
+        barrier.arrive_and_wait()
+        zero = self.dtype(0.0)
+        for i in cutlass.range_constexpr(count):
+            index = place.thread + WARPGROUP * i
+            row = index // chunks
+            chunk = index - row * chunks
+            is_live = (first + row < rows) & (chunk < mQ.shape[heads + 1] // CHUNK)
+            for j in cutlass.range_constexpr(CHUNK):
+                values[j, i] = values[j, i] if is_live else zero
             target = self.chunk_of(slab + swizzled(row, chunk, ROWS, schedule.head_dim))
-            target.store(values.load())
+            target.store(values[None, i].load())
         # Make these writes visible to the matmuls, which read through another proxy.
         cute.arch.fence_proxy("async.shared", space="cta")
         barrier.arrive_and_wait()
@@ -927,9 +963,10 @@ class HopperDecode:
                         self.store_lse(results.lse, lse, position, head, segment, call)
                 elif const_expr(self.schedule.merges):
                     part = (segment.slot, row - segment.tile.m_block * self.schedule.tile_m)
-                    self.store_partial_row(results.out_partial, part, acc, r, regs, place)
+                    dim = results.out.shape[cute.rank(results.out) - 1]
+                    self.store_partial_row(results.partial, part, dim, acc, r, regs, place)
                     if place.column == 0:
-                        results.lse_partial[part] = lse
+                        results.partial[(*part, dim)] = lse
 
     @cute.jit
     def store_row(
@@ -947,22 +984,24 @@ class HopperDecode:
         heads = cute.rank(out) - 2
         offset = base + Int64(position) * Int64(out.stride[heads - 1])
         offset = offset + Int64(head) * Int64(out.stride[heads])
+        first = out.iterator + (offset + place.column)
+        columns = out.shape[heads + 1] - place.column
         pair = cute.make_rmem_tensor(2, Float32)
         rounded = cute.make_rmem_tensor(2, self.dtype)
         for c in cutlass.range_constexpr(0, cute.size(acc, mode=[1]), 2):
-            column = 8 * (c // 2) + place.column
             pair[0] = acc[r, c] * regs.rescale[r]
             pair[1] = acc[r, c + 1] * regs.rescale[r]
             accumulator.round_into(rounded, pair)
-            if column < out.shape[heads + 1]:
-                target = (out.iterator + offset + column).align(4)
-                cute.make_tensor(target, cute.make_layout(2)).store(rounded.load())
+            target = cute.make_tensor((first + 4 * c).align(4), cute.make_layout(2))
+            if 4 * c < columns:
+                target.store(rounded.load())
 
     @cute.jit
     def store_partial_row(
         self,
-        out_partial: cute.Tensor,
+        partial: cute.Tensor,
         part,
+        dim: Int32,
         acc: cute.Tensor,
         r: cutlass.Constexpr[int],
         regs: Fragments,
@@ -970,16 +1009,16 @@ class HopperDecode:
     ):
         """This thread's columns of row ``r`` of its two, in float32."""
         slot, row = part
-        dim = out_partial.shape[2]
-        offset = (Int64(slot) * out_partial.shape[1] + row) * dim
+        offset = (Int64(slot) * partial.shape[1] + row) * partial.shape[2]
+        first = partial.iterator + (offset + place.column)
+        columns = dim - place.column
         pair = cute.make_rmem_tensor(2, Float32)
         for c in cutlass.range_constexpr(0, cute.size(acc, mode=[1]), 2):
-            column = 8 * (c // 2) + place.column
             pair[0] = acc[r, c] * regs.rescale[r]
             pair[1] = acc[r, c + 1] * regs.rescale[r]
-            if column < dim:
-                target = (out_partial.iterator + offset + column).align(8)
-                cute.make_tensor(target, cute.make_layout(2)).store(pair.load())
+            target = cute.make_tensor((first + 4 * c).align(8), cute.make_layout(2))
+            if 4 * c < columns:
+                target.store(pair.load())
 
     @cute.jit
     def store_lse(
@@ -1055,7 +1094,6 @@ def compile_decode(
         rows_tensor(q_modes),
         strided(Float32, q_modes - 1),
         compact(Float32, 3, schedule.merges, align=16),
-        compact(Float32, 2, schedule.merges),
         strided(Int32, 1, features.packed_q),
         strided(Int32, 1),
         strided(Int32, 1, features.packed_new),
