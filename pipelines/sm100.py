@@ -180,6 +180,10 @@ class ForwardSchedule:
         )
         if wanted > at_launch:
             problems.append(f"the roles' registers, {wanted}, exceed the CTA's {at_launch}")
+        if self.exp2_polynomials % 2 or not 0 <= self.exp2_polynomials <= 32:
+            problems.append(
+                f"exp2_polynomials={self.exp2_polynomials} is not an even number from 0 to 32"
+            )
         if self.used_columns > TMEM_COLUMNS:
             problems.append(f"{self.used_columns} TMEM columns exceed {TMEM_COLUMNS}")
         if self.smem_bytes > SMEM_BYTES:
