@@ -1,0 +1,118 @@
+"""What the compiler makes of the kernels behind attention over a cache; needs no GPU.
+
+See tests/test_kernel_code.py. The attention kernel and the one that merges share a program.
+"""
+
+import functools
+import itertools
+import re
+
+import pytest
+
+from fa4 import compiler
+from fa4.compiler import KernelSpec
+from fa4.kernels.features import AppendFeatures, DecodeFeatures
+from fa4.pipelines.sm90_decode import DecodeSchedule, decode_plan
+from tests import sass
+from tests.sass import Code
+
+HEAVIEST = {
+    "has_left_bound": True,
+    "has_right_bound": True,
+    "score": "softcap",
+    "sink_dtype": "bf16",
+    "packed_q": True,
+    "packed_new": True,
+    "has_leftpad": True,
+    "addressing": "page_table",
+}
+PAGES = {"addressing": "page_table"}
+
+
+def spec_of(
+    head_dim: int, options: dict, packed_rows: int, page_size: int | None, num_splits: int = 0
+) -> KernelSpec:
+    features = DecodeFeatures("bf16", head_dim, head_dim, **options)
+    plan = decode_plan(features, packed_rows, 64, page_size, num_splits, 132)
+    return KernelSpec("fa4.kernels.sm90.decode:compile_decode", "sm_90a", features, plan.schedule)
+
+
+SPECS = {
+    "decode": spec_of(128, {}, 4, None),
+    "pages_of_16": spec_of(128, PAGES, 4, 16),
+    "pages_of_1": spec_of(128, PAGES, 4, 1),
+    "fixed_splits": spec_of(64, PAGES, 4, 64, num_splits=3),
+    "chunk": spec_of(128, {**PAGES, "has_right_bound": True}, 4096, 64),
+    "heaviest_tma": spec_of(256, HEAVIEST, 4096, 16),
+    "heaviest_gather": spec_of(256, HEAVIEST, 4096, 1),
+}
+
+
+@functools.cache
+def kernels_of(spec: KernelSpec) -> dict[str, Code]:
+    """The program of a specialisation by kernel: "decode" and, where there is one, "merge"."""
+    path = compiler.compile_kernel(spec).path
+    assert path is not None, f"{spec.name} could not be stored, so it cannot be read back"
+    listing = sass.disassemble(sass.cubin_in(path.read_bytes()))
+    sections = re.split(r"(?m)^(?=\s*\.section\s+\.text\.)", listing)[1:]
+    codes = [sass.parse(section, registers=0) for section in sections]
+    return {"merge" if "merge" in code.name else "decode": code for code in codes}
+
+
+@pytest.fixture(scope="module", params=list(SPECS))
+def spec(request: pytest.FixtureRequest) -> KernelSpec:
+    return SPECS[request.param]
+
+
+def schedule_of(spec: KernelSpec) -> DecodeSchedule:
+    assert isinstance(spec.schedule, DecodeSchedule)
+    return spec.schedule
+
+
+def test_no_register_is_spilled(spec: KernelSpec) -> None:
+    for name, code in kernels_of(spec).items():
+        assert code.count("STL") == code.count("LDL") == 0, name
+
+
+def test_matrix_products_stay_in_flight_until_the_kernel_waits(spec: KernelSpec) -> None:
+    """ptxas puts a wait behind each wgmma when it serialises them."""
+    code = kernels_of(spec)["decode"]
+    schedule = schedule_of(spec)
+    loops = code.loops_with("HGMMA")
+    features = spec.features
+    assert isinstance(features, DecodeFeatures)
+    has_front = features.has_left_bound or features.has_leftpad
+    assert len(loops) == 1 + features.has_right_bound + has_front
+    per_block = schedule.head_dim // 16 + schedule.tile_n // 16
+    wait = "WARPGROUP.DEPBAR"
+    for loop in loops:
+        assert sass.count(loop, "HGMMA") == per_block
+        order = [i.opcode.split(".")[0] for i in loop if i.is_a("HGMMA") or i.is_a(wait)]
+        assert [key for key, _ in itertools.groupby(order)] == ["HGMMA", "WARPGROUP"]
+        depths = [i.operands.split(",")[-1].strip() for i in loop if i.is_a(wait)]
+        assert depths == ["0x1", "0x0"]
+    assert code.count(wait) == 2 * (len(loops) + 1)
+
+
+def test_keys_come_by_tma_or_by_16_byte_copies_never_through_registers(spec: KernelSpec) -> None:
+    code = kernels_of(spec)["decode"]
+    if schedule_of(spec).copy_rows:
+        assert code.count("UTMALDG") > 0
+        assert code.count("LDGSTS") == 0
+    else:
+        assert code.count("UTMALDG") == 0
+        assert code.count("LDGSTS") == code.count("LDGSTS.E.BYPASS.128") > 0
+
+
+def test_a_second_kernel_exists_exactly_where_tiles_may_be_split(spec: KernelSpec) -> None:
+    assert ("merge" in kernels_of(spec)) == schedule_of(spec).merges
+
+
+def test_appending_moves_16_bytes_at_a_time() -> None:
+    features = AppendFeatures("bf16", "half", "bf16", q_advances=True, addressing="page_table")
+    spec = KernelSpec("fa4.kernels.append_kv:compile_append", "sm_90a", features, None)
+    code = sass.code_of(spec)
+    assert code.count("STL") == code.count("LDL") == 0
+    stores = [i for i in code.instructions if i.is_a("STG")]
+    assert stores
+    assert all(i.opcode.endswith("128") for i in stores)
