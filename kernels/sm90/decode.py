@@ -962,11 +962,12 @@ class HopperDecode:
                     if (call.stores_lse != 0) & (place.column == 0):
                         self.store_lse(results.lse, lse, position, head, segment, call)
                 elif const_expr(self.schedule.merges):
-                    part = (segment.slot, row - segment.tile.m_block * self.schedule.tile_m)
+                    part_row = row - segment.tile.m_block * self.schedule.tile_m
                     dim = results.out.shape[cute.rank(results.out) - 1]
+                    part = (segment.slot, part_row)
                     self.store_partial_row(results.partial, part, dim, acc, r, regs, place)
                     if place.column == 0:
-                        results.partial[(*part, dim)] = lse
+                        results.partial[segment.slot, part_row, dim] = lse
 
     @cute.jit
     def store_row(
