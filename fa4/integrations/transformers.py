@@ -13,6 +13,9 @@ with lengths; any other mask (padding on the left, holes) has the used rows of e
 to its front first, and the output moved back. Rows of padding get zeros. Holes between used rows
 are refused where there is a sliding window, because distances count across them.
 
+Generation. A few queries before many keys, without gradients and with nothing or the left padded,
+go to `fa4.flash_attn_with_kvcache`, which shares the keys of a sequence out over the whole GPU.
+
 Packing. Documents in one row are told from cu_seq_lens_q and cu_seq_lens_k where the caller gives
 them, else from position_ids that start again, as transformers' own masks tell them.
 
@@ -33,9 +36,18 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fa4.attention import BACKENDS, flash_attn_func, flash_attn_varlen_func, is_traced
+from fa4.attention import (
+    BACKENDS,
+    autocast_dtype,
+    flash_attn_func,
+    flash_attn_varlen_func,
+    is_traced,
+)
+from fa4.dispatch import UnsupportedProblemError
+from fa4.kvcache import flash_attn_with_kvcache
 
 NAME = "fa4_kernels"
+MAX_DECODED_ROWS = 8  # queries of a sequence that are still few
 DOCUMENTS = torch.int32  # dtype of a mask that numbers documents instead of marking padding
 
 
@@ -157,6 +169,10 @@ def _in_half_precision(module: torch.nn.Module, *tensors: Tensor) -> tuple[Tenso
 
 
 def _dense(q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any]) -> Tensor:
+    if _is_decoding(q, k, v, options):
+        decoded = _decode(q, k, v, None, options)
+        if decoded is not None:
+            return decoded
     out = flash_attn_func(q, k, v, **options)
     assert isinstance(out, Tensor)
     return out
@@ -166,6 +182,51 @@ def _varlen(q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any], **lengths:
     out = flash_attn_varlen_func(q, k, v, **lengths, **options)
     assert isinstance(out, Tensor)
     return out
+
+
+# -- generation ----------------------------------------------------------------------------------
+
+
+def _is_decoding(q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any]) -> bool:
+    """Whether few queries come before many keys, and nobody wants gradients."""
+    rows = q.shape[1]
+    if rows > MAX_DECODED_ROWS or rows >= k.shape[1] or is_traced(q):
+        return False
+    if autocast_dtype(q.device) is not None:
+        return False
+    inputs = (q, k, v, options["sink"])
+    return not (torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in inputs))
+
+
+def _decode(
+    q: Tensor, k: Tensor, v: Tensor, leftpad: Tensor | None, options: dict[str, Any]
+) -> Tensor | None:
+    """The output over k but the first ``leftpad`` rows of each sequence; None without a kernel."""
+    try:
+        out = flash_attn_with_kvcache(
+            *(q, k, v),
+            cache_seqlens=_same_lengths(k.device, k.shape[0], k.shape[1]),
+            cache_leftpad=leftpad,
+            **options,
+        )
+    except UnsupportedProblemError:
+        return None  # the kernels for many queries may have an answer, or the better reasons
+    assert isinstance(out, Tensor)
+    return out
+
+
+def _same_lengths(device: torch.device, batch: int, length: int) -> Tensor:
+    """(batch,) int32; all layers ask for the same in a step of generation."""
+    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        # What is made during a capture belongs to the graph.
+        return torch.full((batch,), length, dtype=torch.int32, device=device)
+    return _kept_lengths(device, batch, length)
+
+
+@functools.lru_cache(maxsize=64)
+def _kept_lengths(device: torch.device, batch: int, length: int) -> Tensor:
+    with torch.inference_mode(False):
+        return torch.full((batch,), length, dtype=torch.int32, device=device)
 
 
 # -- packing -------------------------------------------------------------------------------------
@@ -271,6 +332,11 @@ def _attend_padded(
         return _dense(q, k, v, options)
     if shape == "holes" and "window_size" in options:
         raise NotImplementedError(HOLES)
+    if shape == "left" and _is_decoding(q, k, v, options):
+        leftpad = _remember(mask, "_fa4_leftpad", _unused_rows)
+        decoded = _decode(q, k, v, leftpad, options)
+        if decoded is not None:
+            return decoded
     rows_k = _rows_of(mask, shape)
     k, v = _to_front(k, rows_k), _to_front(v, rows_k)
     has_positions = options["causal"] or "window_size" in options
@@ -302,15 +368,24 @@ def _to_front(x: Tensor, rows: _Rows) -> Tensor:
     return x.gather(1, rows.order[:, :, None, None].expand_as(x))
 
 
+def _unused_rows(mask: Tensor) -> Tensor:
+    return (~mask).sum(dim=-1, dtype=torch.int32)
+
+
 def _shape_of(mask: Tensor) -> str:
-    """Where the used rows are: "full", "right" padding alone, a "run" each, or with "holes".
+    """Where rows are used: "full", "right" or "left" padding alone, one "run" each, or "holes".
 
     Waits for the device.
     """
-    is_right = (mask[:, 1:] <= mask[:, :-1]).all()
-    is_run = (_num_runs(mask) <= 1).all()
-    full, right, run = torch.stack((mask.all(), is_right, is_run)).tolist()
-    return "full" if full else "right" if right else "run" if run else "holes"
+    facts = (
+        mask.all(),
+        (mask[:, 1:] <= mask[:, :-1]).all(),
+        (mask[:, 1:] >= mask[:, :-1]).all(),
+        (_num_runs(mask) <= 1).all(),
+    )
+    names = ("full", "right", "left", "run")
+    true = (name for name, is_so in zip(names, torch.stack(facts).tolist(), strict=True) if is_so)
+    return next(true, "holes")
 
 
 def _num_runs(mask: Tensor) -> Tensor:

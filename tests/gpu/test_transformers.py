@@ -170,6 +170,21 @@ def test_a_training_step_runs_our_kernels_and_no_other_attention() -> None:
     assert_ours(kernels_of(step), "forward", "backward")
 
 
+def test_a_step_of_generation_decodes_with_our_kernel() -> None:
+    half, _ = models("llama")
+    half.set_attn_implementation(NAME)
+    ids, mask = tokens(BATCH, 40, DEVICE), padding("left", BATCH, 40, DEVICE)
+    cache = transformers.DynamicCache(config=half.config)
+    with torch.no_grad():
+        half(input_ids=ids[:, :39], attention_mask=mask[:, :39], past_key_values=cache)
+
+        def step() -> None:
+            half(input_ids=ids[:, 39:], attention_mask=mask, past_key_values=cache)
+            cache.crop(-1)
+
+        assert_ours(kernels_of(step), "decode")
+
+
 def test_a_compiled_model_gives_the_eager_logits() -> None:
     torch._dynamo.reset()
     half, _ = models("llama")

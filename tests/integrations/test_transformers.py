@@ -153,6 +153,53 @@ def test_a_prompt_in_pieces_equals_the_whole_no_kernel_ran(name: str) -> None:
     assert_close(torch.cat(pieces, dim=1)[mask.bool()], whole[mask.bool()])
 
 
+@pytest.mark.parametrize("kind", ["none", "left", "right", "holes"])
+@pytest.mark.parametrize("rows", [1, 3, 9])
+def test_few_queries_before_many_keys_are_decoded_no_kernel_ran(
+    monkeypatch: pytest.MonkeyPatch, rows: int, kind: str
+) -> None:
+    calls = 0
+
+    def decode(*arguments: Any, **options: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        return fa4.flash_attn_with_kvcache(*arguments, **options)
+
+    monkeypatch.setattr(fa4_transformers, "flash_attn_with_kvcache", decode)
+    module = attention_module(torch.float32)
+    q, k, v = torch.randn(3, 4, rows, 16), torch.randn(3, 2, 20, 16), torch.randn(3, 2, 20, 16)
+    mask = padding(kind, 3, 20).bool()
+    sink = torch.randn(4)
+    visible = torch.ones(rows, 20, dtype=torch.bool).tril(20 - rows) & mask[:, None, None]
+    scores = q @ k.repeat_interleave(2, dim=1).mT / 4
+    scores = torch.cat(
+        [scores.masked_fill(~visible, -torch.inf), sink.expand(3, rows, 4).mT[..., None]], -1
+    )
+    expected = (scores.softmax(-1)[..., :-1] @ v.repeat_interleave(2, dim=1)).transpose(1, 2)
+    used = mask[:, -rows:]
+    out = call(module, q, k, v, attention_mask=mask, s_aux=sink)
+    assert_close(out[used], expected[used])
+    is_decoded = rows <= 8 and kind in ("none", "left")
+    assert calls == is_decoded
+    # Gradients are not for decoding.
+    call(module, q.requires_grad_(), k, v, attention_mask=mask, s_aux=sink).sum().backward()
+    assert calls == is_decoded
+    assert q.grad is not None
+
+
+def test_where_decoding_has_no_kernel_the_other_kernels_are_asked_no_kernel_ran(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def refuse(*arguments: Any, **options: Any) -> Any:
+        raise fa4.UnsupportedProblemError("no kernel")
+
+    monkeypatch.setattr(fa4_transformers, "flash_attn_with_kvcache", refuse)
+    module = attention_module(torch.float32)
+    q, k, v = torch.randn(2, 4, 1, 16), torch.randn(2, 2, 9, 16), torch.randn(2, 2, 9, 16)
+    expected = torch.nn.functional.scaled_dot_product_attention(q, k, v, enable_gqa=True)
+    assert_close(call(module, q, k, v), expected.transpose(1, 2))
+
+
 # -- packing -------------------------------------------------------------------------------------
 
 
