@@ -143,8 +143,7 @@ def forward_schedule(features: ForwardFeatures) -> ForwardSchedule:
     """The forward schedule for what a kernel must be able to do: measured, else by rule."""
     winner = sm90_tuned.winner(features)
     if winner is not None:
-        dims = {"head_dim": features.head_dim, "head_dim_v": features.head_dim_v}
-        return ForwardSchedule(**dims, **winner)
+        return ForwardSchedule(head_dim=features.head_dim, head_dim_v=features.head_dim_v, **winner)
     return forward_rule(features)
 
 
