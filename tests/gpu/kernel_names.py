@@ -14,7 +14,9 @@ def kernels_of(run: Callable[[], Any]) -> list[str]:
     with profile(activities=[ProfilerActivity.CUDA]) as seen:
         run()
         torch.cuda.synchronize()
-    return [event.key for event in seen.key_averages() if event.device_type.name == "CUDA"]
+    names = [event.key for event in seen.key_averages() if event.device_type.name == "CUDA"]
+    assert names, "the profiler saw no kernel at all: it needs CUPTI"
+    return names
 
 
 def assert_ours(names: list[str], *parts: str) -> None:
