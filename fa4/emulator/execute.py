@@ -116,6 +116,9 @@ class LaunchState:
     def defer(self, copy: Deferred) -> None:
         self.scheduler.defer(copy)
 
+    def gives_up(self) -> bool:
+        return self.scheduler.policy.gives_up()
+
 
 @dataclass(eq=False)
 class Cta:

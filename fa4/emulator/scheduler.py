@@ -5,7 +5,7 @@ warp runs until it must wait, copies happen when they are issued. "random" switc
 copies happen at random moments after they were issued, in any order. "adversarial" gives warps
 random priorities, runs the highest as long as it can and changes a priority now and then
 (Burckhardt et al. 2010, probabilistic concurrency testing), and lets copies happen when nothing
-else can run.
+else can run. Under both, waits of limited time, which kernels have to repeat, may end too early.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from fa4.emulator.errors import Deadlock
 from fa4.emulator.warp import Deferred, Warp
 
 NAMES = ("round_robin", "random", "adversarial")
+_GIVES_UP = 0.9  # probability; less than 1, so that loops around waits come to sleep
 _QUANTUM = 1 << 16  # blocks; no warp spins for ever on what another will store
 
 
@@ -33,6 +34,9 @@ class Policy(Protocol):
 
     def pick(self, pending: int) -> int:
         """Which of the pending copies happens."""
+
+    def gives_up(self) -> bool:
+        """Whether a wait of limited time ends without what it waits for."""
 
 
 class _RoundRobin:
@@ -54,6 +58,9 @@ class _RoundRobin:
     def pick(self, pending: int) -> int:
         return 0
 
+    def gives_up(self) -> bool:
+        return False
+
 
 class _Random:
     def __init__(self, seed: int):
@@ -70,6 +77,9 @@ class _Random:
 
     def pick(self, pending: int) -> int:
         return self.random.randrange(pending)
+
+    def gives_up(self) -> bool:
+        return self.random.random() < _GIVES_UP
 
 
 class _Adversarial:
@@ -97,6 +107,9 @@ class _Adversarial:
 
     def pick(self, pending: int) -> int:
         return self.random.randrange(pending)
+
+    def gives_up(self) -> bool:
+        return self.random.random() < _GIVES_UP
 
 
 def policy(name: str, seed: int) -> Policy:

@@ -485,8 +485,8 @@ class Warp:
     ) -> Array | None:
         """Which lanes' phases are complete; None to wait, when none is.
 
-        Hardware may answer false at any time, and kernels ask again. Here a warp sleeps instead, so
-        that a phase that never completes is a deadlock and not an endless loop.
+        Hardware may answer false at any time, and kernels ask again. Here a warp sleeps instead,
+        sooner or later, so that a phase that never completes is a deadlock and not an endless loop.
         """
         lane = int(np.argmax(mask))
         address, operand = int(where[lane]), int(value[lane])
@@ -495,24 +495,27 @@ class Warp:
             is_complete = barrier.test_parity if is_parity else barrier.test_state
             if is_complete(operand):
                 return ALL_LANES
-            if not blocks:
+            if not blocks or self.cta.launch_state.gives_up():
                 return ~ALL_LANES
-            self.wait_for(
-                lambda: is_complete(operand),
-                lambda: f"{'parity' if is_parity else 'state'} {operand} of {barrier.describe()}",
-            )
+            self._wait_for_phase(barrier, operand, is_parity)
             return None
         done = np.zeros(LANES, np.bool_)
         for lane, address in self._mbarriers(where, mask):
             barrier = self.mbarrier_at(address)
             is_complete = barrier.test_parity if is_parity else barrier.test_state
             done[lane] = is_complete(int(value[lane]))
-        if done.any() or not blocks:
+        if done.any() or not blocks or self.cta.launch_state.gives_up():
             return done
-        for lane, _ in self._mbarriers(where, mask):
-            one = np.arange(LANES) == lane
-            self.mbarrier_wait(where, value, is_parity, True, one)
+        for lane, address in self._mbarriers(where, mask):
+            self._wait_for_phase(self.mbarrier_at(address), int(value[lane]), is_parity)
         return None
+
+    def _wait_for_phase(self, barrier: MBarrier, operand: int, is_parity: bool) -> None:
+        is_complete = barrier.test_parity if is_parity else barrier.test_state
+        self.wait_for(
+            lambda: is_complete(operand),
+            lambda: f"{'parity' if is_parity else 'state'} {operand} of {barrier.describe()}",
+        )
 
     def named_barrier_sync(self, number: int, threads: int | None, mask: Array) -> bool:
         self.require_whole(False, "bar.sync")

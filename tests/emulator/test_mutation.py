@@ -95,22 +95,26 @@ def test_forward_kernel_without_an_arrival_a_wait_or_a_wgmma_wait_is_noticed() -
     ]
 
 
-# What may be taken away from the persistent kernel without harm, and why.
-REDUNDANT = {
-    # The producer's wait for a free stage of K at the first block of a tile: the wait for the stage
-    # of V before it has seen a release that comes after K's.
+# What is not noticed in the persistent kernel, and why.
+UNNOTICED = {
+    # Redundant: the producer's wait for a free stage of K at the first block of a tile. Its wait
+    # for the stage of V before has seen a release that comes after K's.
     "mbarrier wait": 1,
-    # A warpgroup's turn orders when matmuls are issued, for speed.
-    "named barrier sync": 1,
-    # The fence of P V directly behind that of Q K: no register changes between them.
-    "wgmma fence": 1,
+    # For speed: a warpgroup's turn orders when matmuls are issued, once in each copy of the loop.
+    "named barrier sync": 2,
+    # Redundant: the fence of P V directly behind that of Q K; no register changes between them.
+    "wgmma fence": 2,
+    # Not modelled: copies to global memory read and write in one step, so that the wait until a
+    # tile is written, before it is repeated, adds nothing to the wait until it is read.
+    "bulk wait": 1,
 }
 
 
 @pytest.mark.slow
 def test_every_missing_synchronisation_is_noticed_unless_it_is_redundant() -> None:
-    """Two tiles a CTA and more key blocks than stages: every instruction matters somewhere."""
+    """Two tiles a CTA, more key blocks than stages, and a tile that overflows and is repeated."""
     inputs = make_inputs(Case((200, 200), (600, 600), 1, 1), seed=0)
+    inputs.q[0, :64] = inputs.k[0, :100] = 4.0
     decision = fa4.explain(inputs.q, inputs.k, inputs.v, arch="sm_90a")
     assert decision.kernel_name is not None
     assert "persistent" in decision.kernel_name
@@ -119,8 +123,9 @@ def test_every_missing_synchronisation_is_noticed_unless_it_is_redundant() -> No
     def result() -> bytes:
         return bytes(bits(out).numpy().tobytes() + bits(lse).numpy().tobytes())
 
-    options = [Options(check_races=True), Options("random", 1, check_races=True)]
+    schedules = (("round_robin", 0), ("random", 1), ("adversarial", 1))
+    options = [Options(name, seed, check_races=True) for name, seed in schedules]
     verdicts = score(prepared, result, options)
     survivors = Counter(v.instruction.kind for v in verdicts if v.fault is None)
-    assert dict(survivors) == REDUNDANT, table(verdicts)
-    assert len(verdicts) > 40
+    assert dict(survivors) == UNNOTICED, table(verdicts)
+    assert len(verdicts) > 60

@@ -42,6 +42,37 @@ def test_a_seed_repeats_its_run(schedule: str) -> None:
     assert first == [seen(schedule, seed) for seed in range(10)]
 
 
+# Warp 1 stores what its wait for warp 0's arrival answered.
+WAIT_ONCE = """
+    setp.eq.u32 %p0, %r60, 0;
+    @%p0 mbarrier.init.shared.b64 [dynamic], 1;
+    bar.sync 0;
+    setp.gt.u32 %p1, %r60, 31;
+    @%p1 bra WAITS;
+    @%p0 mbarrier.arrive.shared.b64 %rd1, [dynamic];
+    ret;
+    WAITS:
+    mbarrier.try_wait.parity.shared::cta.b64 %p2, [dynamic], 0;
+    {again}
+    selp.b64 %rd2, 1, 0, %p2;
+    st.global.b64 [%rd0], %rd2;
+"""
+
+
+def answered(schedule: str, seed: int, again: str = "") -> int:
+    output = np.zeros(1, np.uint64)
+    run_body(WAIT_ONCE.format(again=again), [output], threads=64, schedule=schedule, seed=seed)
+    return int(output[0])
+
+
+@pytest.mark.parametrize("schedule", ["random", "adversarial"])
+def test_waits_of_limited_time_may_end_too_early_and_kernels_repeat_them(schedule: str) -> None:
+    assert {answered("round_robin", seed) for seed in range(20)} == {1}
+    assert {answered(schedule, seed) for seed in range(20)} == {0, 1}
+    again = "@!%p2 bra WAITS;"
+    assert {answered(schedule, seed, again) for seed in range(20)} == {1}
+
+
 def test_an_unknown_schedule_is_refused() -> None:
     with pytest.raises(ValueError, match="schedule is 'fifo'; allowed are round_robin, random"):
         policy("fifo", 0)
