@@ -12,7 +12,7 @@ How good is good enough, as in tests/oracle.py
 
     The last term is for sums whose terms cancel, such as dq of a query that sees a single key:
     their float32 roundings remain. Both maxima are taken over rows that sum up about as many terms
-    (within a factor of two): keys that a query sees for dq, queries that see a key for dk and dv.
+    (within a factor of four): keys that a query sees for dq, queries that see a key for dk and dv.
     NaN and infinities must stand where the exact ones do, and rows that sum up nothing must be
     exactly 0.
 """
@@ -170,6 +170,15 @@ def num_seeing_rows(case: Case, device: str | torch.device = "cpu") -> Tensor:
     return counts.to(device)
 
 
+def near_groups(largest: Tensor) -> Tensor:
+    """The largest of each group of rows and of the groups beside it, without that of no terms.
+
+    A window's edges make groups of a few rows, too few to show how large an error gets.
+    """
+    padded = torch.cat([largest.new_zeros(1), largest[1:], largest.new_zeros(1)])
+    return torch.cat([largest[:1], torch.stack([padded[:-2], padded[1:-1], padded[2:]]).amax(0)])
+
+
 def assert_gradients_match(
     actual: Gradients,
     inputs: Inputs,
@@ -210,9 +219,9 @@ def assert_gradients_match(
         group = torch.where(
             terms[name] > 0, terms[name].double().clamp(min=1).log2().floor() + 1, 0
         ).long()
-        budget = PEER_FACTOR * group_max(row_max(error_of(other, right)), group)
-        magnitude = row_max(right.abs().nan_to_num(0, 0, 0))
-        budget = (budget + one_rounding * group_max(magnitude, group))[group] + floor
+        peer_error = near_groups(group_max(row_max(error_of(other, right)), group))
+        magnitude = near_groups(group_max(row_max(right.abs().nan_to_num(0, 0, 0)), group))
+        budget = (PEER_FACTOR * peer_error + one_rounding * magnitude)[group] + floor
         error = error_of(found, right)
         over = row_max(error) > budget
         if over.any():

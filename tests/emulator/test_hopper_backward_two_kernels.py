@@ -191,27 +191,58 @@ def test_missing_synchronisation_is_noticed(index: int) -> None:
     assert unnoticed == REDUNDANT[index]
 
 
-def test_other_schedules_give_the_same_gradients_to_rounding() -> None:
-    """Stages, blocks and turns that the rule does not choose here."""
-    call = make_call(Case((200,), (150,), 1, 1, head_dim=128, causal=True))
-    prepare_spec, (dkv, dq) = call.decision.prepare, call.decision.kernels
+def with_schedules(call: Call, dkv_changes: dict[str, Any], dq_changes: dict[str, Any]) -> Call:
+    """The call with something else than its schedules have."""
+    decision = call.decision
+    prepare_spec, (dkv, dq) = decision.prepare, decision.kernels
     assert prepare_spec is not None
-    for dkv_changes, dq_changes in (
+    dkv_schedule = dataclasses.replace(dkv.schedule, **dkv_changes)
+    tile_m = dkv_schedule.tile_m
+    schedules = (
+        dataclasses.replace(prepare_spec.schedule, tile_m=tile_m),
+        dkv_schedule,
+        dataclasses.replace(dq.schedule, statistics_tile=tile_m, **dq_changes),
+    )
+    prepare_spec, dkv, dq = (
+        dataclasses.replace(spec, schedule=schedule)
+        for spec, schedule in zip((prepare_spec, dkv, dq), schedules, strict=True)
+    )
+    changed = dataclasses.replace(decision, prepare=prepare_spec, kernels=(dkv, dq))
+    return call._replace(decision=changed)
+
+
+@pytest.mark.parametrize(
+    ("dkv_changes", "dq_changes"),
+    [
         ({"tile_m": 64, "grad_stages": 1}, {"tile_n": 48, "v_stages": 1, "takes_turns": False}),
         ({"tile_m": 80, "q_stages": 3}, {"tile_n": 64, "k_stages": 3}),
-    ):
-        dkv_schedule = dataclasses.replace(dkv.schedule, **dkv_changes)
-        tile_m = dkv_schedule.tile_m
-        dq_schedule = dataclasses.replace(dq.schedule, statistics_tile=tile_m, **dq_changes)
-        decision = dataclasses.replace(
-            call.decision,
-            prepare=dataclasses.replace(
-                prepare_spec, schedule=dataclasses.replace(prepare_spec.schedule, tile_m=tile_m)
-            ),
-            kernels=(
-                dataclasses.replace(dkv, schedule=dkv_schedule),
-                dataclasses.replace(dq, schedule=dq_schedule),
-            ),
+    ],
+    ids=["single stages", "three stages"],
+)
+def test_other_schedules_give_right_gradients(
+    dkv_changes: dict[str, Any], dq_changes: dict[str, Any]
+) -> None:
+    """Stages, blocks and turns that the rule does not choose here; more blocks than stages."""
+    case = Case((300,), (200,), 1, 1, head_dim=128, causal=True)
+    call = with_schedules(make_call(case), dkv_changes, dq_changes)
+    found = emulate_backward(call.decision, *call.arguments, check_races=True)
+    assert_gradients_match(found, call.inputs, call.incoming, call.out)
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        # Clusters of one CTA with work and one without; ranges that differ inside a cluster.
+        Case((100,), (70,), 2, 1, head_dim=128),
+        Case((400,), (200,), 1, 1, causal=True),
+        Case((30, 1, 290), (60, 7, 150), 1, 1, packed_q=True, packed_k=True, tail_q=9, tail_k=20),
+    ],
+    ids=str,
+)
+def test_clusters_that_share_loads_give_right_gradients(case: Case) -> None:
+    call = with_schedules(make_call(case), {"cluster": 2}, {"cluster": 2})
+    for schedule, seed in (("round_robin", 0), ("adversarial", 1)):
+        found = emulate_backward(
+            call.decision, *call.arguments, schedule=schedule, seed=seed, check_races=True
         )
-        found = emulate_backward(decision, *call.arguments)
         assert_gradients_match(found, call.inputs, call.incoming, call.out)
