@@ -185,9 +185,9 @@ def test_a_step_of_generation_decodes_with_our_kernel() -> None:
         assert_ours(kernels_of(step), "decode")
 
 
-def test_a_compiled_model_gives_the_eager_logits() -> None:
+def test_a_compiled_model_gives_logits_as_good_as_the_eager_ones() -> None:
     torch._dynamo.reset()
-    half, _ = models("llama")
+    half, wide = models("llama")
     half.set_attn_implementation(NAME)
     ids, mask = tokens(BATCH, LENGTH, DEVICE), padding("left", BATCH, LENGTH, DEVICE)
 
@@ -195,6 +195,7 @@ def test_a_compiled_model_gives_the_eager_logits() -> None:
         return half(input_ids=ids, attention_mask=mask, use_cache=False).logits
 
     with torch.no_grad():
-        expected = forward(ids, mask)[mask.bool()]
+        right = wide(input_ids=ids, attention_mask=mask, use_cache=False).logits[mask.bool()]
+        eager = forward(ids, mask)[mask.bool()]
         found = torch.compile(forward, fullgraph=True)(ids, mask)[mask.bool()]
-    assert (found - expected).abs().max() < 0.03 * expected.abs().max()
+    assert_as_good_as_eager(found, eager, right)

@@ -12,7 +12,7 @@ _SIZES: dict[str, Any] = {
     "hidden_size": 64,
     "intermediate_size": 96,
     "num_attention_heads": 4,
-    "max_position_embeddings": 128,
+    "max_position_embeddings": 256,
     "pad_token_id": 0,
     "bos_token_id": 1,
     "eos_token_id": None,
