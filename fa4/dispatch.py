@@ -64,7 +64,7 @@ class Capability:
     sink_dtypes: tuple[str, ...] = ()
     needs_grad: bool = False
     entry: str = ""
-    schedule: Callable[[ForwardFeatures, int], ForwardSchedule] | None = None
+    schedule: Callable[[ForwardFeatures, int, int], ForwardSchedule] | None = None
 
 
 CAPABILITIES = (
@@ -76,7 +76,7 @@ CAPABILITIES = (
         sink_dtypes=("fp32", "bf16", "fp16"),
         needs_grad=True,
         entry="fa4.kernels.sm90.forward:compile_forward",
-        schedule=lambda features, rows: sm90.forward_schedule(features),
+        schedule=lambda features, rows, group: sm90.forward_schedule(features),
     ),
     *(
         Capability(
@@ -179,7 +179,8 @@ def decide(problem: AttentionProblem, arch: str | None, device: str = "this devi
         return Decision(problem, "reference", reasons=reasons)
     features = features_of(problem)
     assert capability.schedule is not None and arch is not None
-    schedule = capability.schedule(features, rows_of_a_sequence(problem))
+    group = problem.heads_q // problem.heads_kv
+    schedule = capability.schedule(features, rows_of_a_sequence(problem), group)
     tiles = num_tiles(problem, schedule.tile_m)
     if tiles > MAX_TILES:
         reason = f"the problem has {tiles} query tiles; one launch holds {MAX_TILES}"

@@ -19,6 +19,7 @@ ELEMENT_BYTES = 2  # bf16 and fp16
 
 RESCALE_THRESHOLD = 8.0  # bf16 and fp16 hold 2**8 as exactly as 1
 
+HEADS_IN_ROWS = (1, 2, 4, 8, 16, 32, 64)
 TILE_ORDERS = ("single", "static", "dynamic")
 MBARRIERS_BYTES = 512  # room for every mbarrier and the address of tensor memory
 STATISTICS_STAGES = 2  # of one float a row, for each query tile
@@ -43,6 +44,8 @@ class ForwardSchedule:
     tile_order             which tiles a CTA takes: "single", the one it was launched for; "static",
                            every n-th of n CTAs; "dynamic", after its own those of CTAs that have
                            not started, which cluster launch control hands out
+    heads_in_rows          query heads that share their keys and a tile, as rows of it (FA2's packed
+                           GQA): so that few positions fill a tile, and keys are read once for all
     exp2_polynomials       of 32 exponentials of a row, how many the FMA units compute in blocks
                            without masks, so that MUFU is not what everything waits for
     rescale_threshold      O is rescaled when a row's maximum has risen by more than this, in
@@ -62,6 +65,7 @@ class ForwardSchedule:
     tile_order: str
     exp2_polynomials: int
     rescale_threshold: float
+    heads_in_rows: int = 1
 
     @property
     def tile_m(self) -> int:
@@ -72,6 +76,16 @@ class ForwardSchedule:
     def tile_rows(self) -> int:
         """Rows of one query tile: M of a matrix product."""
         return ROWS * self.ctas
+
+    @property
+    def positions(self) -> int:
+        """Query positions of a work item."""
+        return self.tile_m // self.heads_in_rows
+
+    @property
+    def tile_positions(self) -> int:
+        """Query positions of one query tile."""
+        return self.tile_rows // self.heads_in_rows
 
     @property
     def threads(self) -> int:
@@ -132,6 +146,7 @@ class ForwardSchedule:
             f"{self.query_tiles} query tile{'s' if self.query_tiles > 1 else ''} of "
             f"{self.tile_rows}, key block {self.tile_n}, "
             f"{'a pair of CTAs' if self.ctas == 2 else 'one CTA'}, {self.stages} K/V stages, "
+            f"{f'{self.heads_in_rows} heads a tile, ' if self.heads_in_rows > 1 else ''}"
             f"registers: softmax {self.softmax_registers}, correction "
             f"{self.correction_registers}, others {self.other_registers}, "
             f"{self.tile_order} tile order, "
@@ -143,6 +158,8 @@ class ForwardSchedule:
         parts = [f"m{self.tile_m}n{self.tile_n}s{self.stages}"]
         if self.ctas == 2:
             parts.append("pair")
+        if self.heads_in_rows > 1:
+            parts.append(f"heads{self.heads_in_rows}")
         if self.tile_order != "single":
             parts.append(self.tile_order)
         return "_".join(parts)
@@ -153,6 +170,8 @@ class ForwardSchedule:
             problems.append(f"query_tiles={self.query_tiles} is not 1 or 2")
         if self.ctas not in (1, 2):
             problems.append(f"ctas={self.ctas} is not 1 or 2")
+        if self.heads_in_rows not in HEADS_IN_ROWS:
+            problems.append(f"heads_in_rows={self.heads_in_rows} is not one of {HEADS_IN_ROWS}")
         if self.tile_order not in TILE_ORDERS:
             problems.append(f"tile_order={self.tile_order!r} is not one of {TILE_ORDERS}")
         if self.tile_n not in (64, 128):
@@ -193,12 +212,13 @@ class ForwardSchedule:
 
 
 def forward_schedule(
-    features: ForwardFeatures, rows: int | None = None, arch: str = "sm_100a"
+    features: ForwardFeatures, rows: int | None = None, group: int = 1, arch: str = "sm_100a"
 ) -> ForwardSchedule:
     """The forward schedule for what a kernel must be able to do.
 
-    rows  query rows of a sequence, of the mean one where they differ; None for many
-    arch  "sm_100a" or "sm_103a", whose MUFU is twice as fast
+    rows   query rows of a sequence, of the mean one where they differ; None for many
+    group  query heads for each head of keys and values
+    arch   "sm_100a" or "sm_103a", whose MUFU is twice as fast
 
     Reasons are clocks of a block by unit, in docs/blackwell.md. Nothing here has been measured.
     """
@@ -216,6 +236,9 @@ def forward_schedule(
         or features.has_seqused_k
     )
     dims = (head_dim, head_dim_v)
+    heads = _heads_in_rows(features, rows, group)
+    if rows is not None:
+        rows *= heads
     for ctas in (2, 1) if _suits_a_pair(features, query_tiles, rows) else (1,):
         for o_shares_q in (False, True):
             for stages in range(6, 1, -1):
@@ -238,6 +261,7 @@ def forward_schedule(
                         tile_order="static" if is_uniform else "dynamic",
                         exp2_polynomials=_exp2_polynomials(max(dims), query_tiles, arch),
                         rescale_threshold=RESCALE_THRESHOLD,
+                        heads_in_rows=heads,
                     )
                 except ValueError:
                     continue  # over a budget: try the next smaller one
@@ -254,6 +278,17 @@ def _suits_a_pair(features: ForwardFeatures, query_tiles: int, rows: int | None)
     # Operands from shared memory are what limits one CTA at 128. Below, the exponentials are; with
     # a diagonal, twice the rows a tile mask more of it away than the operands cost.
     return widest == 128 and not features.has_right_bound
+
+
+def _heads_in_rows(features: ForwardFeatures, rows: int | None, group: int) -> int:
+    """The group where it fills query tiles that would be more than a tenth emptier without."""
+    if rows is None or group not in HEADS_IN_ROWS:
+        return 1
+    if features.packed_q or features.has_seqused_q:
+        return 1  # the TMA view of ragged rows has no mode left for heads
+    apart = -(-rows // ROWS) * group
+    together = -(-rows * group // ROWS)
+    return group if 1.1 * together < apart else 1
 
 
 def _exp2_polynomials(widest: int, query_tiles: int, arch: str) -> int:

@@ -158,7 +158,8 @@ def test_c65_a_kernel_can_do_what_the_problem_asks(problem: AttentionProblem, ar
         assert schedule == sm90.forward_schedule(features)
     else:
         rows = dispatch.rows_of_a_sequence(problem)
-        assert schedule == sm100.forward_schedule(features, rows, arch)
+        group = problem.heads_q // problem.heads_kv
+        assert schedule == sm100.forward_schedule(features, rows, group, arch)
 
 
 def test_c65_the_entry_of_a_kernel_exists() -> None:

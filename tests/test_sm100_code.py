@@ -57,7 +57,7 @@ def spec_of(
     features = ForwardFeatures(
         **{"dtype": "bf16", "head_dim": head_dim, "head_dim_v": head_dim_v, **options}
     )
-    return KernelSpec(ENTRY, arch, features, forward_schedule(features, rows, arch))
+    return KernelSpec(ENTRY, arch, features, forward_schedule(features, rows, 1, arch))
 
 
 # One of each structure: two query tiles, a pair of CTAs, a single query tile; static and dynamic

@@ -27,9 +27,10 @@ def features(head_dim: int, head_dim_v: int, options: dict[str, Any]) -> Forward
 
 def schedules(head_dim: int, head_dim_v: int) -> list[ForwardSchedule]:
     return [
-        forward_schedule(features(head_dim, head_dim_v, options), rows, arch)
+        forward_schedule(features(head_dim, head_dim_v, options), rows, group, arch)
         for options in KINDS
         for rows in (1, 200, 300, None)
+        for group in (1, 3, 8)
         for arch in ("sm_100a", "sm_103a")
     ]
 
@@ -68,6 +69,7 @@ GOOD = forward_schedule(features(128, 128, {}))
         ({"ctas": 4}, "ctas=4 is not 1 or 2"),
         ({"tile_n": 96}, "tile_n=96 is not 64 or 128"),
         ({"tile_order": "any"}, "tile_order='any' is not one of"),
+        ({"heads_in_rows": 3}, "heads_in_rows=3 is not one of"),
         ({"stages": 1}, "stages=1 is below 2"),
         ({"stages": 9}, "shared memory .* exceeds 232448 bytes"),
         ({"head_dim_v": 192}, "640 TMEM columns exceed 512"),
@@ -97,6 +99,18 @@ def test_a_pair_is_chosen_where_it_saves() -> None:
     assert [ctas(256, 256, rows) for rows in (128, 129)] == [1, 2]
 
 
+def test_heads_share_a_tile_where_that_fills_it() -> None:
+    def heads(rows: int, group: int, **options: Any) -> int:
+        return forward_schedule(features(128, 128, options), rows, group).heads_in_rows
+
+    assert [heads(rows, 8) for rows in (1, 16, 64, 100, 112)] == [8, 8, 8, 8, 8]
+    assert [heads(1, group) for group in (1, 3, 4, 64, 128)] == [1, 1, 4, 64, 1]
+    assert heads(130, 4) == 4  # two tiles a head, or five for all
+    assert heads(1024, 8) == 1
+    assert heads(1, 8, packed_q=True) == heads(1, 8, has_seqused_q=True) == 1
+    assert heads(1, 8, has_seqused_k=True, packed_k=True) == 8
+
+
 def test_work_of_unequal_cost_is_handed_out_dynamically() -> None:
     orders = [forward_schedule(features(128, 128, options)).tile_order for options in KINDS]
     assert orders == ["static", "dynamic", "dynamic", "dynamic", "static"]
@@ -106,7 +120,7 @@ def test_a_faster_mufu_needs_no_polynomials() -> None:
     for head_dim, head_dim_v in PAIRS:
         for options in KINDS:
             wanted = features(head_dim, head_dim_v, options)
-            assert forward_schedule(wanted, None, "sm_103a").exp2_polynomials == 0
+            assert forward_schedule(wanted, None, 1, "sm_103a").exp2_polynomials == 0
     assert forward_schedule(features(64, 64, {})).exp2_polynomials == 12
 
 

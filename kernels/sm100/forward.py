@@ -47,6 +47,9 @@ Matrix products of one CTA are executed in the order they are issued in. So Q K^
 overwrite probabilities as soon as the P V that reads them has been issued, and with two query
 tiles the order P0 V, S0, P1 V, S1 lets each softmax run beside two products of the other tile.
 
+Where few query positions would leave tiles empty, the query heads that share keys share a tile too
+(`ForwardSchedule.heads_in_rows`): a row is then a position of one of them.
+
 Blocks are visited from the last to the first, so that the masked ones (sequence end, diagonal)
 come first and the loop over whole blocks carries no mask code. A query tile takes part in the
 blocks that its own rows see.
@@ -119,6 +122,7 @@ class Call(NamedTuple):
     """Run-time arguments of a launch that several roles read.
 
     rows_q, rows_k  extent of the row mode of q, and of k and v
+    heads_q         query heads, or groups of them that share a tile
     num_tiles       tiles of all CTAs; the other counts are those of `tile_order.locate_tile`
     fills_padding   whether output rows of padding are set to 0
     stores_lse      whether the LSE is wanted
@@ -260,6 +264,8 @@ class BlackwellForward:
         tiles = schedule.query_tiles
         head_dim, head_dim_v = schedule.head_dim, schedule.head_dim_v
         q, k, v, o = [global_view.rows_first(t) for t in (mQ, mK, mV, mO)]
+        rows_q = q.shape[0]
+        q_tiled, o_tiled = self.with_heads_in_rows(q), self.with_heads_in_rows(o)
 
         sQ_layout = self.rows_layout(ROWS, head_dim, tiles)
         sK_layout = self.rows_layout(self.k_rows, head_dim, schedule.stages)
@@ -268,10 +274,10 @@ class BlackwellForward:
 
         load = cpasync.CopyBulkTensorTileG2SOp(self.group)
         store = cpasync.CopyBulkTensorTileS2GOp()
-        q_tma = self.tma(load, q, self.q_is_ragged, sQ_layout, (ROWS, head_dim))
+        q_tma = self.tma(load, q_tiled, self.q_is_ragged, sQ_layout, (ROWS, head_dim))
         k_tma = self.tma(load, k, self.k_is_ragged, sK_layout, (self.k_rows, head_dim))
         v_tma = self.tma(load, v, self.k_is_ragged, sV_layout, (schedule.tile_n, self.v_dims))
-        o_tma = self.tma(store, o, self.q_is_ragged, sO_layout, (ROWS, head_dim_v))
+        o_tma = self.tma(store, o_tiled, self.q_is_ragged, sO_layout, (ROWS, head_dim_v))
 
         o_elements = 0 if schedule.o_shares_q else tiles * ROWS * head_dim_v
 
@@ -292,20 +298,20 @@ class BlackwellForward:
 
         self.shared_storage = SharedStorage
 
-        heads_q = q.shape[2]
+        heads_q = q_tiled.shape[2]
         if const_expr(self.features.packed_q):
             num_batches = Int32(1)
-            num_m_blocks = num_slots(q.shape[0], mCuQ.shape[0] - 1, schedule.tile_m)
+            num_m_blocks = num_slots(rows_q, mCuQ.shape[0] - 1, schedule.positions)
         else:
             num_batches = q.shape[3]
-            num_m_blocks = cute.ceil_div(q.shape[0], schedule.tile_m)
+            num_m_blocks = cute.ceil_div(rows_q, schedule.positions)
         num_tiles = num_m_blocks * heads_q * num_batches
         call = Call(
             mCuQ,
             mCuK,
             mUsedQ,
             mUsedK,
-            q.shape[0],
+            rows_q,
             k.shape[0],
             heads_q,
             k.shape[2],
@@ -343,6 +349,29 @@ class BlackwellForward:
             # Without it ptxas does not know the registers at entry, and ignores setmaxnreg.
             min_blocks_per_mp=1,
             stream=stream,
+        )
+
+    def with_heads_in_rows(self, tensor: cute.Tensor):
+        """View q or o (rows, dim, heads, batch) as ((group, rows), dim, heads / group, batch).
+
+        Row r is position r // group of the group's head r % group.
+        """
+        group = self.schedule.heads_in_rows
+        if group == 1:
+            return tensor
+        rows, dim, heads, batch = tensor.shape
+        row_stride, dim_stride, head_stride, batch_stride = tensor.stride
+        return cute.make_tensor(
+            tensor.iterator,
+            cute.make_layout(
+                ((group, rows), dim, heads // group, batch),
+                stride=(
+                    (head_stride, row_stride),
+                    dim_stride,
+                    head_stride * group,
+                    batch_stride,
+                ),
+            ),
         )
 
     def rows_layout(self, rows: int, dim: int, stages: int):
@@ -570,7 +599,7 @@ class BlackwellForward:
             call.heads_in_group,
             call.rows_q,
             call.cu_seqlens_q,
-            schedule.tile_m,
+            schedule.positions,
             features.has_right_bound,
         )
         q = sequence_bounds(tile.batch_idx, call.rows_q, call.cu_seqlens_q, call.seqused_q)
@@ -584,13 +613,13 @@ class BlackwellForward:
                 call.right,
                 features.has_left_bound,
                 features.has_right_bound,
-                schedule.tile_rows,
+                schedule.tile_positions,
                 schedule.tile_n,
             )
             for i in range(schedule.query_tiles)
         )
         first_rows = [
-            tile.m_block * schedule.tile_m + i * schedule.tile_rows
+            tile.m_block * schedule.positions + i * schedule.tile_positions
             for i in range(schedule.query_tiles)
         ]
         exists = tuple(Int32(row < q.rows) for row in first_rows)
@@ -657,7 +686,7 @@ class BlackwellForward:
         while tile_idx < call.num_tiles:
             work = self.locate(tile_idx, call)
             tile = work.tile
-            if tile.m_block * schedule.tile_m < work.q.rows:
+            if tile.m_block * schedule.positions < work.q.rows:
                 gQ = self.query_tiles_of(q_tma, work, work.q.length, schedule.head_dim)
                 gK = self.key_rows(k_tma, work, call, (self.k_rows, schedule.head_dim), 0)
                 gV = self.key_rows(v_tma, work, call, (schedule.tile_n, self.v_dims), rank)
@@ -775,7 +804,7 @@ class BlackwellForward:
         tile_idx, step = self.first_item()
         while tile_idx < call.num_tiles:
             work = self.locate(tile_idx, call)
-            if work.tile.m_block * schedule.tile_m < work.q.rows:
+            if work.tile.m_block * schedule.positions < work.q.rows:
                 num_blocks = work.end - work.first
                 for i in cutlass.range_constexpr(tiles):
                     if self.num_blocks(work.keys[i]) > 0:
@@ -897,8 +926,14 @@ class BlackwellForward:
             return call.softmax_scale * LOG2_E
         return Float32(LOG2_E)
 
+    def position_of(self, row: Int32):
+        """Query position of a row, and its head's place among those that share a tile."""
+        group = self.schedule.heads_in_rows
+        position = Int32(Uint32(row) // group)
+        return position, row - position * group
+
     def row_of(self, work: Work, query_tile, rank: Int32, thread: Int32):
-        """Query row, in its sequence, of a thread of a warpgroup."""
+        """Row of a thread of a warpgroup, counted from its sequence's first."""
         schedule = self.schedule
         tile_row = work.tile.m_block * schedule.tile_m + query_tile * schedule.tile_rows
         return tile_row + rank * ROWS + thread
@@ -935,7 +970,8 @@ class BlackwellForward:
             if exists != 0:
                 row = self.row_of(work, query_tile, rank, thread)
                 row_max, row_sum = -Float32.inf, Float32(0.0)
-                place = (query_tile, thread, row, lane_address)
+                position, _ = self.position_of(row)
+                place = (query_tile, thread, position, lane_address)
                 if keys.first < keys.end:
                     row_max, row_sum = self.softmax_block(
                         statistics, bars, place, keys, call, keys.end - 1, blocks, messages,
@@ -1030,7 +1066,7 @@ class BlackwellForward:
         """
         schedule, features = self.schedule, self.features
         at = self.mbarriers
-        query_tile, thread, row, lane_address = place
+        query_tile, thread, position, lane_address = place
         tile_n = schedule.tile_n
         buffer, phase = self.block_state(query_tile, count)
         scores = cute.make_rmem_tensor(tile_n, Float32)
@@ -1045,7 +1081,7 @@ class BlackwellForward:
         elif const_expr(features.score == "scaled"):
             scale_scores(scores, call.softmax_scale)
         if const_expr(is_masked):
-            aligned = row + keys.diagonal
+            aligned = position + keys.diagonal
             first_key = n_block * tile_n
             end = keys.length - first_key
             if const_expr(features.has_right_bound):
@@ -1116,7 +1152,7 @@ class BlackwellForward:
         tile_idx, step = self.first_item()
         while tile_idx < call.num_tiles:
             work = self.locate(tile_idx, call)
-            if work.tile.m_block * schedule.tile_m < work.q.rows:
+            if work.tile.m_block * schedule.positions < work.q.rows:
                 for j in cutlass.range(work.end - work.first, unroll=1):
                     n_block = work.end - 1 - j
                     for i in cutlass.range_constexpr(tiles):
@@ -1138,17 +1174,18 @@ class BlackwellForward:
                         heard = messages[i] + cutlass.max(num_blocks - 1, 0)
                         row_sum = self.hear(statistics, bars, i, thread, heard)
                         row_max = self.hear(statistics, bars, i, thread, heard + 1)
-                        row = self.row_of(work, i, rank, thread)
+                        position, member = self.position_of(self.row_of(work, i, rank, thread))
+                        head_idx = work.tile.head_idx * schedule.heads_in_rows + member
                         factor = self.normalise(
-                            mLSE, mSink, row_sum, row_max, row, thread, work, call
+                            mLSE, mSink, row_sum, row_max, position, head_idx, work, call
                         )
                         if num_blocks > 0:
                             self.hand_over(
                                 sO, bars, i, thread, factor, lane_address,
                                 blocks[i] + num_blocks, used[i],
                             )  # fmt: skip
-                        elif row < self.stored_rows(work, call):
-                            self.store_zeros(mO, row, work)
+                        elif position < self.stored_rows(work, call):
+                            self.store_zeros(mO, position, head_idx, work)
                 messages = tuple(
                     messages[i]
                     + (cutlass.max(self.num_blocks(work.keys[i]) - 1, 0) + 2) * work.exists[i]
@@ -1177,8 +1214,8 @@ class BlackwellForward:
         mSink: Optional[cute.Tensor],
         row_sum: Float32,
         row_max: Float32,
-        row: Int32,
-        thread: Int32,
+        position: Int32,
+        head_idx: Int32,
         work: Work,
         call: Call,
     ):
@@ -1187,27 +1224,27 @@ class BlackwellForward:
         has_sink = const_expr(self.features.sink_dtype is not None)
         sink_log2 = Float32(0.0)
         if const_expr(has_sink):
-            sink_log2 = mSink[tile.head_idx].to(Float32) * LOG2_E
+            sink_log2 = mSink[head_idx].to(Float32) * LOG2_E
         factor, lse = finish_total(row_max, row_sum, self.scale_log2(call), sink_log2, has_sink)
-        if row >= q.length:
+        if position >= q.length:
             # Padding: what was computed for it came from zeros.
             factor = Float32(0.0)
             lse = -Float32.inf
-        if (call.stores_lse != 0) & (row < q.rows):
+        if (call.stores_lse != 0) & (position < q.rows):
             if const_expr(self.features.packed_q):
-                mLSE[q.start + row, tile.head_idx] = lse
+                mLSE[q.start + position, head_idx] = lse
             else:
-                mLSE[row, tile.head_idx, tile.batch_idx] = lse
+                mLSE[position, head_idx, tile.batch_idx] = lse
         return factor
 
     @cute.jit
-    def store_zeros(self, mO: cute.Tensor, row: Int32, work: Work):
+    def store_zeros(self, mO: cute.Tensor, position: Int32, head_idx: Int32, work: Work):
         """One row of output that sees no key, past shared memory, which its tile has no turn of."""
         tile, q = work.tile, work.q
         if const_expr(self.features.packed_q):
-            gO = mO[q.start + row, None, tile.head_idx]
+            gO = mO[q.start + position, None, head_idx]
         else:
-            gO = mO[row, None, tile.head_idx, tile.batch_idx]
+            gO = mO[position, None, head_idx, tile.batch_idx]
         address = gO.iterator.toint()
         for c in cutlass.range(gO.shape[0] // VECTOR, unroll=1):
             cute.arch.inline_ptx(
@@ -1277,7 +1314,7 @@ class BlackwellForward:
         tile_idx, step = self.first_item()
         while tile_idx < call.num_tiles:
             work = self.locate(tile_idx, call)
-            if work.tile.m_block * schedule.tile_m < work.q.rows:
+            if work.tile.m_block * schedule.positions < work.q.rows:
                 gO = self.query_tiles_of(
                     o_tma, work, self.stored_rows(work, call), schedule.head_dim_v
                 )

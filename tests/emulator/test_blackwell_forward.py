@@ -24,6 +24,7 @@ QUICK = [
     Case((300,), (500,), 2, 1, head_dim=128, causal=True),  # query tiles with ends of their own
     Case((30, 1, 290), (60, 7, 400), 1, 1, packed_q=True, packed_k=True, tail_q=9, tail_k=20),
     Case((300,), (500,), 1, 1, head_dim=256, causal=True),  # a pair of CTAs, one query tile
+    Case((70,), (400,), 4, 1, causal=True),  # heads that share a tile
 ]
 SLOW = [
     Case((200, 200), (450, 450), 1, 1, head_dim=128),  # few rows: one CTA
@@ -45,6 +46,11 @@ SLOW = [
     Case((300, 700), (500, 100), 1, 1, 192, 128, packed_q=True, packed_k=True, causal=True),
     Case((400,), (20,), 2, 1, causal=True),  # query tiles that see no key
     Case((700,), (20,), 2, 1, head_dim=256, causal=True),
+    # Heads that share a tile
+    Case((3, 3), (450, 450), 16, 2, head_dim=128, sink=torch.bfloat16),
+    Case((40,), (450,), 8, 1, head_dim=256, window_size=(200, 10)),
+    Case((60,), (400,), 8, 1, head_dim=96, softcap=3.0, used_k=(333,)),
+    Case((90,), (20,), 4, 1, causal=True),
 ]
 
 
@@ -90,6 +96,7 @@ def test_the_cases_have_every_structure() -> None:
     for order in ("static", "dynamic"):
         assert {ctas for _, ctas, each, _ in found if each == order} == {1, 2}
     assert {tiles for tiles, _, _, shares in found if shares} == {1, 2}
+    assert {s.ctas for s in schedules if s.heads_in_rows > 1} == {1, 2}
 
 
 @pytest.mark.slow
