@@ -18,8 +18,9 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.compiler import is_dynamo_compiling
 
-from fa4.attention import BACKENDS, EMULATED_ARCH, Window, is_traced
+from fa4.attention import BACKENDS, EMULATED_ARCH, Window, _num_dispatch_modes, is_traced
 from fa4.checked_mode import is_checked
 from fa4.compiler import KernelSpec, get_kernel
 from fa4.dispatch import FallbackWarning, UnsupportedProblemError, architecture_of
@@ -29,7 +30,7 @@ from fa4.kvcache_launch import (
     KVCacheLaunch,
     combine_spec,
     decide_kvcache,
-    whole_cache,
+    lengths_on_device,
 )
 from fa4.kvcache_problem import check_cache_contents, describe_kvcache
 from fa4.launch import multiprocessor_count
@@ -120,6 +121,91 @@ def flash_attn_with_kvcache(
     or ValueError, before any launch, naming the argument at fault.
     Method: FA2, Flash-Decoding and FA3; see docs/guides/serving.md.
     """
+    is_run = not (
+        # `is_traced` written out, which saves its call.
+        is_dynamo_compiling() or (type(q) is not Tensor and is_traced(q)) or _num_dispatch_modes()
+    )
+    launch = key = None
+    if is_run:
+        try:
+            # Everything that the walk looks at but contents, and what compiled functions check
+            # anyway. Every look at a tensor costs a tenth of a microsecond or two.
+            key = (
+                q.shape,
+                k_cache.shape,
+                v_cache.shape,
+                None
+                if q.is_contiguous() and k_cache.is_contiguous() and v_cache.is_contiguous()
+                else (q.stride(), k_cache.stride(), v_cache.stride()),
+                q.dtype,
+                q.device,
+                torch.is_grad_enabled()
+                and (q.requires_grad or k_cache.requires_grad or v_cache.requires_grad),
+                int if type(cache_seqlens) is int else _shape_of(cache_seqlens),
+                None if page_table is None else page_table.shape,
+                None if cache_batch_idx is None else cache_batch_idx.shape,
+                None if cache_leftpad is None else cache_leftpad.shape,
+                None if cu_seqlens_q is None else cu_seqlens_q.shape,
+                max_seqlen_q,
+                softmax_scale,
+                causal,
+                window_size,
+                softcap,
+                None if sink is None else (sink.shape, sink.dtype, sink.requires_grad),
+                None if out is None else (out.shape, out.stride()),
+                num_splits,
+                backend,
+                arch,
+                None
+                if k is None
+                and v is None
+                and rotary_cos is None
+                and rotary_sin is None
+                and cu_seqlens_k_new is None
+                and rotary_seqlens is None
+                else _key_of_new(
+                    k,
+                    v,
+                    rotary_cos,
+                    rotary_sin,
+                    cu_seqlens_k_new,
+                    rotary_seqlens,
+                    rotary_interleaved,
+                ),
+            )
+            launch = _launches.get(key)
+        except (AttributeError, TypeError):
+            pass  # something is no tensor, or a window is a list: the walk sees to it
+    if launch is not None and not is_checked():
+        lengths = launch.lengths_of(cache_seqlens)
+        if lengths is not None:
+            try:
+                result, lse = launch(
+                    q,
+                    k_cache,
+                    v_cache,
+                    k,
+                    v,
+                    rotary_cos,
+                    rotary_sin,
+                    CacheLengths(
+                        lengths,
+                        cu_seqlens_q,
+                        cu_seqlens_k_new,
+                        cache_leftpad,
+                        cache_batch_idx if page_table is None else page_table,
+                        rotary_seqlens,
+                    ),
+                    sink,
+                    out,
+                    return_lse,
+                )
+                return (result, lse) if return_lse else result
+            except (TypeError, ValueError, RuntimeError):
+                # The compiled functions check what the key leaves out: dtypes, devices, alignment.
+                # The walk has a better message, or another answer, or meets the same error. New
+                # keys that were appended already are appended again, to the same place.
+                pass
     tensors = _Tensors(q, k_cache, v_cache, k, v, rotary_cos, rotary_sin, sink, out)
     vectors = _Vectors(
         cache_seqlens,
@@ -141,10 +227,10 @@ def flash_attn_with_kvcache(
         backend,
         arch,
     )
-    if is_traced(q):
-        result, lse = _by_operator(tensors, vectors, options)
+    if is_run:
+        result, lse = _walk(tensors, vectors, options, return_lse, key)
     else:
-        result, lse = _answer(tensors, vectors, options, return_lse)
+        result, lse = _by_operator(tensors, vectors, options)
     return (result, lse) if return_lse else result
 
 
@@ -317,40 +403,38 @@ _launches: dict[tuple[Any, ...], KVCacheLaunch] = {}
 MAX_LAUNCHES = 4096
 
 
-def _key(tensors: _Tensors, vectors: _Vectors, options: _Options) -> tuple[Any, ...]:
-    """Everything that the walk looks at but contents, and what compiled functions check anyway."""
-    q, sink, cos = tensors.q, tensors.sink, tensors.rotary_cos
+def _shape_of(tensor: Any) -> Any:
+    return None if tensor is None else tensor.shape
+
+
+def _key_of_new(
+    k: Any,
+    v: Any,
+    rotary_cos: Any,
+    rotary_sin: Any,
+    cu_seqlens_k_new: Any,
+    rotary_seqlens: Any,
+    rotary_interleaved: bool,
+) -> tuple[Any, ...]:
+    """The part of a key that new keys add. AttributeError where something is no tensor."""
     return (
-        q.dtype,
-        q.device,
-        tuple([None if t is None else (t.shape, t.stride()) for t in tensors]),
-        tuple([None if t is None else t.shape for t in vectors]),  # type: ignore[union-attr]
-        None if sink is None else sink.dtype,
-        None if cos is None else cos.dtype,
-        torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors),
-        options,
+        k.shape,
+        v.shape,
+        None if k.is_contiguous() and v.is_contiguous() else (k.stride(), v.stride()),
+        torch.is_grad_enabled() and (k.requires_grad or v.requires_grad),
+        None
+        if rotary_cos is None and rotary_sin is None
+        else (
+            rotary_cos.shape,
+            rotary_sin.shape,
+            rotary_cos.stride(),
+            rotary_sin.stride(),
+            rotary_cos.dtype,
+            rotary_interleaved,
+        ),
+        _shape_of(cu_seqlens_k_new),
+        _shape_of(rotary_seqlens),
     )
-
-
-def _answer(
-    tensors: _Tensors, vectors: _Vectors, options: _Options, wants_lse: bool
-) -> tuple[Tensor, Tensor]:
-    """Answer a call: by a launch that is known already, else by walking the path."""
-    launch = key = None
-    try:
-        key = _key(tensors, vectors, options)
-        launch = _launches.get(key)
-    except (AttributeError, TypeError):
-        pass  # something is no tensor, an int, or a list: the walk sees to it
-    if launch is not None and not is_checked():
-        try:
-            return _launch(launch, tensors, vectors, wants_lse)
-        except (TypeError, ValueError, RuntimeError):
-            # The compiled functions check what the key leaves out: dtypes, devices, alignment. The
-            # walk has a better message, or another answer, or meets the same error. New keys that
-            # were appended already are appended again, to the same place.
-            pass
-    return _walk(tensors, vectors, options, wants_lse, key)
 
 
 def _launch(
@@ -379,14 +463,9 @@ def _walk(
     _check_backend(options.backend, options.arch)
     decision = _decide(tensors, vectors, options)
     problem, device = decision.problem, tensors.q.device
-    if not isinstance(vectors.cache_seqlens, Tensor):
-        key = None
-        if vectors.cache_seqlens is None:
-            whole = whole_cache(device, problem.batch, problem.slot_rows)
-        else:
-            length = vectors.cache_seqlens
-            whole = torch.full((problem.batch,), length, dtype=torch.int32, device=device)
-        vectors = vectors._replace(cache_seqlens=whole)
+    vectors = vectors._replace(
+        cache_seqlens=lengths_on_device(vectors.cache_seqlens, problem, device)
+    )
     if is_checked():
         _check_contents(tensors, vectors, options, decision)
     if decision.kernel is None:

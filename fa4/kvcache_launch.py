@@ -154,6 +154,8 @@ def plan_of(problem: KVCacheProblem, multiprocessors: int) -> DecodePlan:
         problem.page_size,
         problem.num_splits,
         multiprocessors,
+        problem.capacity,
+        problem.has_equal_lengths,
     )
 
 
@@ -210,15 +212,18 @@ class KVCacheLaunch:
             self.out_shape = (*rows, problem.heads_q, problem.head_dim_v)
             self.lse_shape = (problem.batch, problem.heads_q, problem.rows_q)
         self.unwanted_lse = _unwanted_lse(device, len(self.lse_shape))
+        self.out_is_like_q = problem.head_dim_v == problem.head_dim
 
         schedule: Any = decision.kernel.schedule
         slot_rows = min(schedule.tile_m, problem.group * problem.seqlen_q)
         ctas = multiprocessors * schedule.ctas_per_sm
-        self.partial_shape = None
+        self.partial_form = None
         if schedule.merges:
             tiles = num_tiles(problem, schedule.tile_m)
             slots = 2 * ctas if schedule.is_balanced else tiles * decision.num_splits
-            self.partial_shape = (slots, slot_rows, problem.head_dim_v + LSE_COLUMNS)
+            shape = (slots, slot_rows, problem.head_dim_v + LSE_COLUMNS)
+            # One element that has the shape: `empty_like` costs half of `empty`.
+            self.partial_form = torch.empty((), dtype=torch.float32, device=device).expand(shape)
         self.scalars = (
             problem.softmax_scale,
             problem.softcap,
@@ -229,6 +234,14 @@ class KVCacheLaunch:
             slot_rows,
             ctas,
         )
+
+    def lengths_of(self, cache_seqlens: Tensor | int | None) -> Tensor | None:
+        """cache_seqlens on the device; None for a number that should be looked at more closely."""
+        if isinstance(cache_seqlens, Tensor):
+            return cache_seqlens
+        if cache_seqlens is not None and not 0 <= cache_seqlens <= self.problem.capacity:
+            return None
+        return lengths_on_device(cache_seqlens, self.problem, self.device)
 
     def __call__(
         self,
@@ -273,7 +286,7 @@ class KVCacheLaunch:
             source = rotated = turned_cu = None
             if rotary_cos is not None:
                 source, turned_cu = q, cu_seqlens_q
-                rotated = torch.empty(q.shape, dtype=q.dtype, device=self.device)
+                rotated = torch.empty_like(q, memory_format=torch.contiguous_format)
             self.append(
                 source,
                 rotated,
@@ -295,14 +308,17 @@ class KVCacheLaunch:
         fills_padding = 0
         if out is None:
             fills_padding = 1
-            out = torch.empty(self.out_shape, dtype=q.dtype, device=self.device)
+            if self.out_is_like_q:
+                out = torch.empty_like(q, memory_format=torch.contiguous_format)
+            else:
+                out = q.new_empty(self.out_shape)
         lse, stores_lse = self.unwanted_lse, 0
         if wants_lse:
             lse = torch.empty(self.lse_shape, dtype=torch.float32, device=self.device)
             stores_lse = 1
         partial = None
-        if self.partial_shape is not None:
-            partial = torch.empty(self.partial_shape, dtype=torch.float32, device=self.device)
+        if self.partial_form is not None:
+            partial = torch.empty_like(self.partial_form, memory_format=torch.contiguous_format)
         self.kernel(
             q,
             k_cache,
@@ -330,6 +346,17 @@ def _unwanted_lse(device: torch.device, modes: int) -> Tensor:
     Kept for ever, because captured graphs hold its address.
     """
     return torch.empty((1,) * modes, dtype=torch.float32, device=device)
+
+
+def lengths_on_device(
+    cache_seqlens: Tensor | int | None, problem: KVCacheProblem, device: torch.device
+) -> Tensor:
+    """cache_seqlens as a vector on the device, where it was one number or the whole cache."""
+    if isinstance(cache_seqlens, Tensor):
+        return cache_seqlens
+    if cache_seqlens is None:
+        return whole_cache(device, problem.batch, problem.slot_rows)
+    return torch.full((problem.batch,), cache_seqlens, dtype=torch.int32, device=device)
 
 
 @functools.cache

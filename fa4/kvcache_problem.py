@@ -42,6 +42,8 @@ class KVCacheProblem:
     head_dim_v      of v and the output
     slots           pages, or entries, of the caches
     slot_rows       page size, or capacity of an entry
+    table_pages     pages of a sequence in the page table, 0 without
+    has_equal_lengths  whether the host knows that all sequences have equally many queries and keys
     new_rows        rows of k and v: of each sequence when dense, of all when packed, 0 without
     softmax_scale   finite real
     softcap         0.0 is off
@@ -85,6 +87,8 @@ class KVCacheProblem:
     rotary_dtype: str | None = None
     has_rotary_seqlens: bool = False
     num_splits: int = 0
+    table_pages: int = 0
+    has_equal_lengths: bool = False
     layout_fault: str | None = None
 
     @property
@@ -109,6 +113,11 @@ class KVCacheProblem:
     @property
     def page_size(self) -> int | None:
         return self.slot_rows if self.addressing == "page_table" else None
+
+    @property
+    def capacity(self) -> int:
+        """Positions that a sequence may have in use at most."""
+        return self.slot_rows * (self.table_pages if self.addressing == "page_table" else 1)
 
     @property
     def has_new(self) -> bool:
@@ -283,6 +292,12 @@ def describe_kvcache(
         rotary_dtype=None if rotary_cos is None else DTYPE_NAMES[rotary_cos.dtype],
         has_rotary_seqlens=rotary_seqlens is not None,
         num_splits=_integer("num_splits", num_splits, 0, MAX_SPLITS),
+        table_pages=0 if page_table is None else page_table.shape[1],
+        has_equal_lengths=not packed_q
+        and (
+            batch == 1
+            or not (isinstance(cache_seqlens, Tensor) or packed_new or cache_leftpad is not None)
+        ),
         layout_fault=next(filter(None, faults), None),
     )
 

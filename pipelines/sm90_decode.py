@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from fa4.kernels.features import DecodeFeatures
 from fa4.pipelines.sm90 import (
@@ -162,45 +163,123 @@ def decode_plan(
     page_size: int | None,
     num_splits: int,
     multiprocessors: int,
+    capacity: int,
+    has_equal_lengths: bool,
 ) -> DecodePlan:
     """The schedule for a problem, from bounds that the host knows.
 
-    packed_rows      most packed query rows a sequence may have: group * seqlen_q
-    tiles            sequences times key heads
-    page_size        of a paged cache, else None
-    num_splits       what the caller asked for: 0 is automatic
-    multiprocessors  of the device
+    packed_rows        most packed query rows a sequence may have: group * seqlen_q
+    tiles              sequences times key heads
+    page_size          of a paged cache, else None
+    num_splits         what the caller asked for: 0 is automatic
+    multiprocessors    of the device
+    capacity           most positions a sequence may have in use
+    has_equal_lengths  whether the host knows that all sequences are equally long
 
-    Automatic: equal shares for all CTAs wherever a sequence's queries fit one tile, as they do in
-    decoding. Longer queries give several tiles a sequence, which are split only where there are
-    fewer of them than CTAs (`automatic_splits`).
+    Automatic, where a sequence's queries fit one tile, as they do in decoding: parts of equal
+    length where those fill all CTAs (`even_splits`), else equal shares for all CTAs. Longer queries
+    give several tiles a sequence, which are split only where there are fewer of them than CTAs
+    (`automatic_splits`).
+
+    A stated number of splits has a schedule that depends neither on the other sequences nor on
+    bounds of all, so that a sequence keeps its bits.
     """
     warpgroups = 1 if packed_rows <= 64 else 2
-    is_balanced = num_splits == 0 and packed_rows <= 64 * warpgroups
-    if num_splits == 0 and not is_balanced:
-        num_splits = automatic_splits(packed_rows, tiles, warpgroups, multiprocessors)
-    for tile_n in (128, 64, 32):
-        for stages in (4, 3, 2):
-            try:
-                schedule = DecodeSchedule(
-                    head_dim=features.head_dim,
-                    head_dim_v=features.head_dim_v,
-                    warpgroups=warpgroups,
-                    tile_n=tile_n,
-                    stages=stages,
-                    copy_rows=copy_rows(page_size, tile_n),
-                    is_balanced=is_balanced,
-                    merges=is_balanced or num_splits > 1,
-                    ctas_per_sm=1,
-                    consumer_registers=240 if warpgroups == 1 else 224,
-                    producer_registers=56,
-                )
-            except ValueError:
-                continue  # over a budget: try the next smaller one
-            return DecodePlan(schedule, num_splits)
+    fits_one_tile = packed_rows <= 64 * warpgroups
+    shapes = [
+        Shape(tile_n, stages, 1, 240 if warpgroups == 1 else 224, 56)
+        for tile_n in (128, 64, 32)
+        for stages in (4, 3, 2)
+    ]
+    if (
+        num_splits == 0
+        and warpgroups == 1
+        and (features.head_dim, features.head_dim_v) == (128, 128)
+        and wants_two_ctas(tiles, page_size, multiprocessors, capacity, has_equal_lengths)
+    ):
+        shapes.insert(0, TWO_CTAS)
+    for shape in shapes:
+        ctas = multiprocessors * shape.ctas_per_sm
+        is_balanced, splits = False, num_splits
+        if num_splits == 0 and fits_one_tile:
+            blocks = -(-capacity // shape.tile_n)
+            splits = even_splits(tiles, blocks, ctas) if has_equal_lengths else 0
+            is_balanced = splits == 0
+        elif num_splits == 0:
+            splits = automatic_splits(packed_rows, tiles, warpgroups, ctas)
+        try:
+            schedule = DecodeSchedule(
+                head_dim=features.head_dim,
+                head_dim_v=features.head_dim_v,
+                warpgroups=warpgroups,
+                copy_rows=copy_rows(page_size, shape.tile_n),
+                is_balanced=is_balanced,
+                merges=is_balanced or splits > 1,
+                **shape._asdict(),
+            )
+        except ValueError:
+            continue  # over a budget: try the next smaller one
+        return DecodePlan(schedule, splits)
     raise ValueError(
         f"no decode schedule fits head_dim={features.head_dim}, head_dim_v={features.head_dim_v}"
     )
+
+
+class Shape(NamedTuple):
+    """Fields of a `DecodeSchedule` that are chosen for speed."""
+
+    tile_n: int
+    stages: int
+    ctas_per_sm: int
+    consumer_registers: int
+    producer_registers: int
+
+
+# One CTA's copies go on while the other starts or ends a tile, and two producers look up pages.
+TWO_CTAS = Shape(64, 3, 2, 184, 72)
+LONG_CAPACITY = 8192
+
+
+def wants_two_ctas(
+    tiles: int,
+    page_size: int | None,
+    multiprocessors: int,
+    capacity: int,
+    has_equal_lengths: bool,
+) -> bool:
+    """Whether two CTAs an SM read faster than one, for head dim 128.
+
+    Measured on the H200, equal shares, TB/s by one and by two: pages of 16 4.13 and 4.21, pages of
+    1 3.03 and 3.19 (batch 32, 8 key heads, 8192 keys); 64 sequences of 1 to 32768 keys 4.34 and
+    4.42; batch 32 of 8192 without pages 4.30 and 4.34. No better: batch 128 of 4096 4.34 and 4.33,
+    in pages of 64 4.30 and 4.27; batch 1 of 65536, which has few tiles, 3.68 and 3.68.
+    """
+    has_short_copies = copy_rows(page_size, TWO_CTAS.tile_n) < TWO_CTAS.tile_n
+    may_be_ragged_and_long = capacity >= LONG_CAPACITY and not has_equal_lengths
+    return tiles >= multiprocessors and (has_short_copies or may_be_ragged_and_long)
+
+
+# Share of the CTAs' time that parts of equal length must fill to be preferred to equal shares.
+WAVES_FILLED = 0.95
+
+
+def even_splits(tiles: int, blocks: int, ctas: int) -> int:
+    """Splits of tiles of equal length that keep nearly all CTAs at work to the end; 0: none do.
+
+    tiles   of equal length
+    blocks  most key blocks of a tile: no part may be sure to have none
+    ctas    of the launch
+
+    Equal shares cost every CTA a search for its own, and cut tiles that need merging. Measured on
+    the H200 in TB/s, equal shares and parts of equal length: batch 32 with 8 key heads, 256 whole
+    tiles on 132 CTAs, 1.94 of 2 waves: 4.30 and 4.44; batch 128, 1024 tiles, 7.76 of 8 waves: 4.34
+    and 4.46; batch 1 of 65536 keys, 8 tiles in 16 parts, 0.97 of a wave: 3.68 and 3.93. Four parts
+    where one would do are slower than either: 4.22.
+    """
+    splits = max(1, ctas // tiles)
+    parts = tiles * splits
+    waves = -(-parts // ctas)
+    return splits if splits <= blocks and parts >= WAVES_FILLED * waves * ctas else 0
 
 
 def automatic_splits(packed_rows: int, tiles: int, warpgroups: int, ctas: int) -> int:

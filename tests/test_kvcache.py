@@ -16,7 +16,13 @@ import fa4
 from fa4.kernels.features import DecodeFeatures
 from fa4.kvcache_launch import decide_kvcache, features_of, plan_of
 from fa4.kvcache_problem import KVCacheProblem
-from fa4.pipelines.sm90_decode import DecodeSchedule, automatic_splits, copy_rows, decode_plan
+from fa4.pipelines.sm90_decode import (
+    DecodeSchedule,
+    automatic_splits,
+    copy_rows,
+    decode_plan,
+    even_splits,
+)
 from fa4.reference_kvcache import combine_reference, rotate
 from tests.kvcache_cases import CacheCase, attend, check_cache_call, make_cache_inputs
 
@@ -339,11 +345,86 @@ def chosen(**changes) -> DecodeSchedule:
     return schedule
 
 
-def test_a_decode_step_is_shared_equally_by_all_ctas() -> None:
+def test_a_decode_step_of_unknown_lengths_is_shared_equally_by_all_ctas() -> None:
     schedule = chosen()
     assert schedule.is_balanced
     assert schedule.tile_m == 64
     assert chosen(seqlen_q=17, rows_q=17).tile_m == 128
+
+
+@pytest.mark.parametrize(
+    ("tiles", "blocks", "splits"),
+    [
+        (256, 64, 1),  # 1.94 of 2 waves
+        (1024, 32, 1),  # 7.76 of 8
+        (132, 64, 1),
+        (133, 64, 0),  # 1.01 of 2
+        (8, 512, 16),  # 0.97 of one
+        (8, 15, 0),  # parts without keys
+        (24, 64, 0),  # 5 parts: 0.91
+        (66, 64, 2),
+        (67, 64, 0),
+    ],
+)
+def test_equal_tiles_have_equal_parts_where_those_fill_the_waves(tiles, blocks, splits) -> None:
+    assert even_splits(tiles, blocks, ctas=132) == splits
+
+
+def test_a_batch_known_to_be_of_one_length_is_not_cut_where_whole_tiles_fill_the_waves() -> None:
+    schedule = chosen(has_equal_lengths=True)
+    assert (schedule.merges, schedule.ctas_per_sm, schedule.tile_n) == (False, 1, 128)
+    assert chosen(has_equal_lengths=True, batch=17).is_balanced  # 1.03 of 2 waves
+    one = dataclasses.replace(DECODE, has_equal_lengths=True, batch=1, slots=1, slot_rows=65536)
+    decision = decide_kvcache(one, "sm_90a")
+    assert decision.num_splits == 16
+    assert "keys in a stated number of splits" in str(decision)
+
+
+@pytest.mark.parametrize(
+    ("changes", "ctas_per_sm"),
+    [
+        ({}, 2),  # lengths may differ, up to 8192
+        ({"slot_rows": 4096}, 1),
+        ({"addressing": "page_table", "slot_rows": 64, "table_pages": 64}, 1),
+        ({"addressing": "page_table", "slot_rows": 64, "table_pages": 128}, 2),
+        ({"addressing": "page_table", "slot_rows": 16, "table_pages": 64}, 2),
+        ({"addressing": "page_table", "slot_rows": 1, "table_pages": 64}, 2),
+        ({"batch": 16}, 1),  # fewer tiles than multiprocessors
+        ({"num_splits": 3}, 1),
+        ({"head_dim": 64, "head_dim_v": 64}, 1),
+        ({"seqlen_q": 17, "rows_q": 17}, 1),
+    ],
+)
+def test_two_ctas_share_an_sm_where_that_was_measured_to_be_faster(changes, ctas_per_sm) -> None:
+    assert chosen(**changes).ctas_per_sm == ctas_per_sm
+
+
+@pytest.mark.parametrize("page_size", [None, 1, 16, 64])
+def test_stated_splits_have_one_schedule_whatever_the_batch(page_size: int | None) -> None:
+    features = DecodeFeatures("bf16", 128, 128)
+    plans = {
+        decode_plan(features, 4, tiles, page_size, 3, 132, capacity, has_equal_lengths)
+        for tiles in (8, 256, 4096)
+        for capacity in (100, 8192, 65536)
+        for has_equal_lengths in (False, True)
+    }
+    assert len(plans) == 1
+
+
+def test_lengths_are_known_to_be_equal_only_from_what_the_host_is_told() -> None:
+    q, (k, v) = torch.randn(2, 1, 4, 32).bfloat16(), (t.bfloat16() for t in cache())
+
+    def known(q=q, k=k, v=v, **arguments) -> bool:
+        return fa4.explain_kvcache(q, k, v, **arguments).problem.has_equal_lengths
+
+    lengths = torch.tensor([3, 3], dtype=torch.int32)
+    assert known()
+    assert known(cache_seqlens=5)
+    assert not known(cache_seqlens=lengths)
+    assert not known(cache_seqlens=5, cache_leftpad=lengths)
+    assert known(q[:1], k[:1], v[:1], cache_seqlens=lengths[:1])
+    cu_seqlens = torch.tensor([0, 1, 2], dtype=torch.int32)
+    assert not known(q.flatten(0, 1), cu_seqlens_q=cu_seqlens)
 
 
 def test_stated_splits_are_used_as_stated() -> None:
@@ -397,7 +478,7 @@ def test_every_problem_has_a_schedule_within_budget(
 ) -> None:
     features = DecodeFeatures("bf16", head_dim, head_dim_v)
     for num_splits in (0, 1, 5):
-        plan = decode_plan(features, packed_rows, 64, page_size, num_splits, 132)
+        plan = decode_plan(features, packed_rows, 64, page_size, num_splits, 132, 8192, False)
         schedule = plan.schedule  # whose construction checks the budgets
         assert schedule.tile_m >= min(packed_rows, 128) or schedule.tile_m == 128
         assert schedule.is_balanced == (num_splits == 0 and packed_rows <= 128)
