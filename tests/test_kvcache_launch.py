@@ -1,0 +1,226 @@
+"""From a call of attention over a cache to its launch, with kernels that only note what they get.
+
+What they would compute is judged in tests/emulator/test_hopper_kvcache.py and tests/gpu.
+"""
+
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import fa4
+from fa4 import kvcache
+from fa4.compiler import KernelSpec
+from fa4.kernels.features import DecodeFeatures
+from fa4.kvcache_launch import KVCacheLaunch
+from fa4.pipelines.sm90_decode import DecodeSchedule
+
+BATCH, ROWS, HEADS_KV, DIM = 2, 64, 2, 32
+KERNEL_ARGUMENTS = (
+    *("q", "k_cache", "v_cache", "out", "lse", "partial", "cu_seqlens_q", "cache_seqlens"),
+    *("cu_seqlens_k_new", "leftpad", "table", "sink", "softmax_scale", "softcap", "left", "right"),
+    *("new_rows", "num_splits", "slot_rows", "max_ctas", "fills_padding", "stores_lse"),
+)
+
+
+@dataclasses.dataclass
+class Machine:
+    """Kernels that were loaded, calls of the attention kernel, and how often the path was walked."""
+
+    specs: list[KernelSpec] = dataclasses.field(default_factory=list)
+    calls: list[dict[str, Any]] = dataclasses.field(default_factory=list)
+    appends: list[tuple[Any, ...]] = dataclasses.field(default_factory=list)
+    walks: int = 0
+
+
+@pytest.fixture
+def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
+    """A CPU that passes for an H200."""
+    machine = Machine()
+
+    def load(spec: KernelSpec):
+        machine.specs.append(spec)
+        if not isinstance(spec.features, DecodeFeatures):
+            return lambda *arguments: machine.appends.append(arguments)
+
+        def kernel(*arguments: Any) -> None:
+            given = dict(zip(KERNEL_ARGUMENTS, arguments, strict=True))
+            if given["k_cache"].dtype != torch.bfloat16:  # as a compiled function would
+                raise TypeError("mismatched dtype")
+            machine.calls.append(given)
+
+        return kernel
+
+    def launch(decision, device, multiprocessors):
+        machine.walks += 1
+        return KVCacheLaunch(decision, device, multiprocessors, load)
+
+    monkeypatch.setattr(kvcache, "_launches", {})
+    monkeypatch.setattr(kvcache, "KVCacheLaunch", launch)
+    monkeypatch.setattr(kvcache, "architecture_of", lambda device: ("sm_90a", "a pretended H200"))
+    monkeypatch.setattr(kvcache, "multiprocessor_count", lambda device: 132)
+    return machine
+
+
+def rows(*shape: int) -> Tensor:
+    return torch.randn(shape).bfloat16()
+
+
+def int32(*numbers: int) -> Tensor:
+    return torch.tensor(numbers, dtype=torch.int32)
+
+
+def arguments(**changes: Any) -> dict[str, Any]:
+    """Of a decode step over a cache of which not all is in use."""
+    caches = {name: rows(BATCH, ROWS, HEADS_KV, DIM) for name in ("k_cache", "v_cache")}
+    return {
+        "q": rows(BATCH, 1, 4, DIM),
+        **caches,
+        "cache_seqlens": int32(3, 40),
+        "causal": True,
+        "backend": "fa4",
+        **changes,
+    }
+
+
+def new_rows(**changes: Any) -> dict[str, Any]:
+    """What appending and rotary add to the arguments."""
+    angles = torch.rand(ROWS, DIM // 2)
+    tables = {"rotary_cos": angles.cos().bfloat16(), "rotary_sin": angles.sin().bfloat16()}
+    new = {name: rows(BATCH, 1, HEADS_KV, DIM) for name in ("k", "v")}
+    return {**new, **tables, **changes}
+
+
+def call(arguments: dict[str, Any]):
+    return fa4.flash_attn_with_kvcache(**arguments)
+
+
+def test_a_repeated_call_is_launched_without_a_walk_and_with_its_own_tensors(machine) -> None:
+    for turn in (1, 2, 3):
+        given = arguments()
+        out = call(given)
+        assert machine.walks == 1
+        assert len(machine.calls) == turn
+        launched = machine.calls[-1]
+        for name in ("q", "k_cache", "v_cache", "cache_seqlens"):
+            assert launched[name] is given[name]
+        assert launched["out"] is out
+        assert out.shape == (BATCH, 1, 4, DIM)
+        assert out.is_contiguous()
+        assert launched["fills_padding"] == 1
+        assert launched["stores_lse"] == 0
+        partial = launched["partial"]
+        assert partial.shape == (2 * 132, 2, DIM + 4)
+        assert partial.is_contiguous()
+        assert partial.dtype == torch.float32
+
+
+def test_appending_goes_first_and_attention_gets_the_rotated_queries(machine) -> None:
+    for _ in range(2):
+        given = arguments(**new_rows())
+        call(given)
+        source, rotated, k, v, *_ = machine.appends[-1]
+        assert (source is given["q"], k is given["k"], v is given["v"]) == (True, True, True)
+        assert machine.calls[-1]["q"] is rotated
+        assert machine.calls[-1]["new_rows"] == 1
+    assert machine.walks == 1
+
+
+def transposed(tensor: Tensor) -> Tensor:
+    """The same tensor with heads in front of the rows in memory."""
+    return tensor.transpose(1, 2).contiguous().transpose(1, 2)
+
+
+OTHERS = {
+    "causal": {"causal": False},
+    "window": {"window_size": (7, 0)},
+    "scale": {"softmax_scale": 0.25},
+    "softcap": {"softcap": 3.0},
+    "splits": {"num_splits": 2},
+    "sink": {"sink": torch.zeros(4)},
+    "out": {"out": rows(BATCH, 1, 4, DIM)},
+    "leftpad": {"cache_leftpad": int32(1, 1)},
+    "batch_idx": {"cache_batch_idx": int32(1, 0)},
+    "pages": {"page_table": int32(0, 1).view(2, 1)},
+    "one length": {"cache_seqlens": 5},
+    "whole": {"cache_seqlens": None},
+    "strides": {"k_cache": transposed(rows(BATCH, ROWS, HEADS_KV, DIM))},
+    "rows": {"q": rows(BATCH, 2, 4, DIM)},
+    "capacity": {name: rows(BATCH, ROWS + 1, HEADS_KV, DIM) for name in ("k_cache", "v_cache")},
+    "packed": {"q": rows(3, 4, DIM), "cu_seqlens_q": int32(0, 1, 2)},
+    "promise": {"q": rows(3, 4, DIM), "cu_seqlens_q": int32(0, 1, 2), "max_seqlen_q": 1},
+    "new": {name: tensor for name, tensor in new_rows().items() if name in ("k", "v")},
+    "rotary": new_rows(),
+    "pairs": {**new_rows(), "rotary_interleaved": False},
+    "turns": {**new_rows(), "rotary_seqlens": int32(1, 2)},
+    "rotary_dim": {
+        **new_rows(),
+        "rotary_cos": rows(ROWS, DIM // 4),
+        "rotary_sin": rows(ROWS, DIM // 4),
+    },
+    "rotary_dtype": {
+        **new_rows(),
+        "rotary_cos": torch.rand(ROWS, DIM // 2),
+        "rotary_sin": torch.rand(ROWS, DIM // 2),
+    },
+    "packed new": {
+        **new_rows(k=rows(2, HEADS_KV, DIM), v=rows(2, HEADS_KV, DIM)),
+        "cu_seqlens_k_new": int32(0, 1, 2),
+    },
+}
+
+
+def test_calls_that_differ_in_what_was_decided_never_share_a_launch(machine) -> None:
+    kinds = [{}, *OTHERS.values()]
+    for changes in kinds:
+        call(arguments(**changes))
+    assert machine.walks == len(kinds)
+    assert len(kvcache._launches) == len(kinds)
+    for changes in kinds:
+        call(arguments(**changes))
+    assert machine.walks == len(kinds)
+
+
+@pytest.mark.parametrize("length", [None, 5])
+def test_a_length_told_to_the_host_is_written_to_the_device(machine, length: int | None) -> None:
+    for step in range(3):
+        number = None if length is None else length + step
+        call(arguments(cache_seqlens=number))
+        expected = ROWS if number is None else number
+        assert machine.calls[-1]["cache_seqlens"].tolist() == [expected] * BATCH
+    assert machine.walks == 1
+    with pytest.raises(ValueError, match="above the 64 rows"):
+        call(arguments(cache_seqlens=ROWS + 1))
+    with pytest.raises(ValueError, match="cache_seqlens=-1"):
+        call(arguments(cache_seqlens=-1))
+
+
+def test_whole_tiles_need_no_workspace(machine) -> None:
+    heads_kv = 33  # with 4 sequences 132 tiles, one for each CTA
+    shape = (4, ROWS, heads_kv, DIM)
+    caches = {name: rows(*shape) for name in ("k_cache", "v_cache")}
+    call(arguments(q=rows(4, 1, heads_kv, DIM), **caches, cache_seqlens=None))
+    schedule = machine.specs[-1].schedule
+    assert isinstance(schedule, DecodeSchedule)
+    assert not schedule.merges
+    assert machine.calls[-1]["partial"] is None
+
+
+def test_what_a_known_launch_refuses_is_explained_by_the_walk(machine) -> None:
+    call(arguments())
+    halves = rows(BATCH, ROWS, HEADS_KV, DIM).half()
+    with pytest.raises(TypeError, match="q, k and v have dtypes"):
+        call(arguments(k_cache=halves))
+    with pytest.raises(NotImplementedError, match="q requires grad"):
+        call(arguments(q=rows(BATCH, 1, 4, DIM).requires_grad_()))
+    with pytest.raises(NotImplementedError, match="k requires grad"):
+        call(arguments(**new_rows(k=rows(BATCH, 1, HEADS_KV, DIM).requires_grad_())))
+
+
+def test_checked_mode_always_walks(machine) -> None:
+    call(arguments())
+    with fa4.checked(), pytest.raises(ValueError, match=r"cache_seqlens\[1\] is 65"):
+        call(arguments(cache_seqlens=int32(3, 65)))
+    assert len(machine.calls) == 1
