@@ -179,7 +179,7 @@ def flash_attn_varlen_func(
         )
     lengths = Lengths(cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k)
     # Contents of lengths that are traced can only be checked when the traced program runs.
-    if not is_traced(q) and is_checked():
+    if not is_dynamo_compiling() and is_checked() and not is_traced(q):
         check_varlen(
             q=q,
             k=k,

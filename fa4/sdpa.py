@@ -51,15 +51,46 @@ def scaled_dot_product_attention(
             out = attend_dense(*call.tensors, scale, call.causal, call.window_size, "auto")
             return out.transpose(1, 2)
     else:
+        plan = plan_key = None
+        if attn_mask is None and dropout_p == 0.0:
+            try:
+                plan_key = (
+                    query.shape,
+                    key.shape,
+                    value.shape,
+                    query.dtype,
+                    key.dtype,
+                    value.dtype,
+                    is_causal,
+                    enable_gqa,
+                    torch.is_autocast_enabled(query.device.type),
+                )
+                plan = _plans.get(plan_key)
+            except (AttributeError, TypeError, RuntimeError):
+                pass  # no tensor, or a nested one: torch's to answer or refuse
+        if plan is not None:
+            causal, window_size, num_keys = plan
+            k, v = key, value
+            if num_keys is not None:
+                k, v = key[:, :, :num_keys], value[:, :, :num_keys]
+            tensors = (query.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2))
+            try:
+                out = attend_dense(*tensors, scale, causal, window_size, "fa4")
+                return out.transpose(1, 2)
+            except UnsupportedProblemError:
+                pass  # strides or addresses that no kernel takes
         is_known = _left_to_torch and _key(query, key, value, is_causal, scale) in _left_to_torch
         if not is_known:
             call = _kernel_call(query, key, value, attn_mask, dropout_p, is_causal, enable_gqa)
             if not isinstance(call, str):
                 try:
                     out = attend_dense(*call.tensors, scale, call.causal, call.window_size, "fa4")
-                    return out.transpose(1, 2)
                 except UnsupportedProblemError:
                     _remember(_key(query, key, value, is_causal, scale))
+                else:
+                    if plan_key is not None and call.tensors[0].dtype == query.dtype:
+                        _keep_plan(plan_key, call, key)
+                    return out.transpose(1, 2)
     return F.scaled_dot_product_attention(
         query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
     )
@@ -206,6 +237,23 @@ def _causal_bias(attn_mask: Tensor, seqlen_q: int, seqlen_k: int) -> str | None:
     if (attn_mask.seq_len_q, attn_mask.seq_len_kv) != (seqlen_q, seqlen_k):
         return None
     return "top left" if attn_mask.variant == CausalVariant.UPPER_LEFT else "bottom right"
+
+
+# Calls that a kernel has answered, by what `_kernel_call` looks at: its causal, its window, and how
+# many keys it keeps where not all.
+_plans: dict[Hashable, tuple[bool, tuple[int, int], int | None]] = {}
+MAX_PLANS = 4096
+
+
+def _keep_plan(plan_key: Hashable, call: _KernelCall, key: Tensor) -> None:
+    if len(_plans) >= MAX_PLANS:
+        _plans.clear()
+    num_keys = call.tensors[1].shape[1]
+    _plans[plan_key] = (
+        call.causal,
+        call.window_size,
+        None if num_keys == key.shape[2] else num_keys,
+    )
 
 
 # Calls that were found to have no kernel, by what that depends on: torch answers these at once.

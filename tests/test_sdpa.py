@@ -29,6 +29,7 @@ BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.flo
 def fresh_state(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(attention, "_launches", {})
     monkeypatch.setattr(sdpa, "_left_to_torch", set())
+    monkeypatch.setattr(sdpa, "_plans", {})
     torch._dynamo.reset()
 
 
@@ -115,6 +116,7 @@ def test_a_kernel_is_asked_for_torchs_semantics_no_kernel_ran(
         if bias is not None:
             make = causal_upper_left if bias == "upper left" else causal_lower_right
             options = {"attn_mask": make(*lengths)}
+        first = fa4.scaled_dot_product_attention(q, k, v, enable_gqa=True, **options)
         out = fa4.scaled_dot_product_attention(q, k, v, enable_gqa=True, **options)
     if bias == "lower right" and lengths[0] > lengths[1]:
         # Rows without keys: torch's NaN, not our zeros.
@@ -125,7 +127,8 @@ def test_a_kernel_is_asked_for_torchs_semantics_no_kernel_ran(
         offset = 0 if bias == "upper left" else lengths[1] - lengths[0]
         options["attn_mask"] = options["attn_mask"].tril(offset)
     expected = exact(q, k, v, enable_gqa=True, **options)
-    assert len(hopper.calls) == 1
+    assert len(hopper.calls) == 2
+    assert torch.equal(out, first)
     assert (out.shape, out.dtype) == (expected.shape, dtype)
     assert (out - expected).abs().max() < torch.finfo(dtype).eps * expected.abs().max()
 
@@ -322,6 +325,35 @@ def test_a_call_that_was_left_to_torch_is_not_weighed_again_no_kernel_ran(
         q, k, v = inputs(seqlen_q=seqlen, heads=(2, 2), dims=(12, 12))
         fa4.scaled_dot_product_attention(q, k, v)
         assert len(sdpa._left_to_torch) <= 3
+
+
+def test_what_was_answered_by_a_kernel_once_is_looked_at_again_no_kernel_ran(
+    hopper: Hopper, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Calls that differ from an answered one in what matters."""
+    q, k, v = inputs(heads=(2, 2))
+    answered = fa4.scaled_dot_product_attention(q, k, v)
+    others: list[tuple[tuple[Tensor, ...], dict[str, Any]]] = [
+        ((q, k, v), {"is_causal": True}),
+        ((q, k, v), {"scale": 0.5}),
+        ((q, k, v), {"attn_mask": mask_of((7, 9))}),
+        ((q, k[:, :, :8], v[:, :, :8]), {}),
+        ((q.float(), k.float(), v.float()), {}),
+        (tuple(torch.cat([t, t], -1)[..., 1:17] for t in (q, k, v)), {}),  # unaligned
+    ]
+    for tensors, options in others:
+        out = fa4.scaled_dot_product_attention(*tensors, **options)
+        expected = exact(*tensors, **options)
+        assert (out - expected).abs().max() < 2e-3 * expected.abs().max()
+    with torch.autocast("cpu", dtype=BF16):
+        assert fa4.scaled_dot_product_attention(q, k, v).dtype == BF16
+    with pytest.raises(RuntimeError, match="same dtype"):
+        fa4.scaled_dot_product_attention(q, k.to(BF16), v)
+    assert torch.equal(fa4.scaled_dot_product_attention(q, k, v), answered)
+    monkeypatch.setattr(sdpa, "MAX_PLANS", 3)
+    for seqlen in range(1, 9):
+        fa4.scaled_dot_product_attention(*inputs(seqlen_q=seqlen, heads=(2, 2)))
+        assert len(sdpa._plans) <= 3
 
 
 def test_gradients_flow_through_the_kernel_path_no_kernel_ran(training_hopper: Hopper) -> None:
