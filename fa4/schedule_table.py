@@ -1,4 +1,4 @@
-"""The table of schedules in docs/schedules.md, made from what dispatch uses.
+"""The tables of schedules in docs/schedules.md and docs/blackwell.md, made from what dispatch uses.
 
 python -m fa4.schedule_table docs/schedules.md     writes the table into the page
 """
@@ -11,9 +11,11 @@ from pathlib import Path
 from typing import Any
 
 from fa4.kernels.features import HEAD_DIM_CLASSES, ForwardFeatures
+from fa4.pipelines import sm100
 from fa4.pipelines.sm90 import ForwardSchedule, forward_schedule
 
 BEGIN = "<!-- Generated: python -m fa4.schedule_table docs/schedules.md -->"
+BLACKWELL_BEGIN = "<!-- Generated: python -m fa4.schedule_table docs/blackwell.md -->"
 END = "<!-- End of what is generated -->"
 
 # Kinds of kernels that may have schedules of their own, by the words of the documentation.
@@ -90,6 +92,61 @@ def _words(kinds: list[str], of: list[str] | None = None) -> str:
     return "all" if kinds == (list(KINDS) if of is None else of) else ", ".join(kinds)
 
 
+BLACKWELL_COLUMNS = (
+    "head_dim",
+    "head_dim_v",
+    "rows of a sequence",
+    "kernels",
+    "query tiles x rows",
+    "CTAs",
+    "K/V stages",
+    "O lies in",
+    "registers: softmax, correction, others",
+    "exponentials of 32 on FMA units",
+    "shared memory, KiB",
+    "TMEM columns",
+)
+# Longest sequences that one CTA is chosen for, by the words of the documentation.
+ROWS_OF_A_SEQUENCE = {"few": 1, "many": None}
+
+
+def blackwell_table() -> str:
+    """The Blackwell forward schedules, a line for each pair of equal head dim classes, or the pair
+    of latent attention, and distinct schedule but for the tile order."""
+    rows = [BLACKWELL_COLUMNS, ("---",) * len(BLACKWELL_COLUMNS)]
+    for head_dim, head_dim_v in (*((dim, dim) for dim in HEAD_DIM_CLASSES), (192, 128)):
+        for words, limit in ROWS_OF_A_SEQUENCE.items():
+            kinds_of: dict[sm100.ForwardSchedule, list[str]] = {}
+            for kind, options in KINDS.items():
+                features = ForwardFeatures("bf16", head_dim, head_dim_v, **options)
+                schedule = dataclasses.replace(
+                    sm100.forward_schedule(features, limit), tile_order="static"
+                )
+                kinds_of.setdefault(schedule, []).append(kind)
+            rows += [
+                (
+                    str(head_dim),
+                    str(head_dim_v),
+                    words,
+                    _words(kinds),
+                    f"{schedule.query_tiles} x {schedule.tile_rows}",
+                    str(schedule.ctas),
+                    str(schedule.stages),
+                    "Q's slabs" if schedule.o_shares_q else "slabs of its own",
+                    f"{schedule.softmax_registers}, {schedule.correction_registers}, "
+                    f"{schedule.other_registers}",
+                    str(schedule.exp2_polynomials),
+                    f"{schedule.smem_bytes / 1024:g}",
+                    str(schedule.used_columns),
+                )
+                for schedule, kinds in kinds_of.items()
+            ]
+    return "".join(f"| {' | '.join(row)} |\n" for row in rows)
+
+
+TABLES = {BEGIN: forward_table, BLACKWELL_BEGIN: blackwell_table}
+
+
 def table_in(page: str) -> str:
     """The generated part of a page."""
     return _split(page)[1]
@@ -98,14 +155,15 @@ def table_in(page: str) -> str:
 def with_table(page: str) -> str:
     """A page with what is generated in it made anew."""
     before, _, behind = _split(page)
-    return before + forward_table() + behind
+    return before + TABLES[before.splitlines()[-1]]() + behind
 
 
 def _split(page: str) -> tuple[str, str, str]:
-    begin, end = page.find(f"{BEGIN}\n"), page.find(END)
+    mark = next((mark for mark in TABLES if f"{mark}\n" in page), BEGIN)
+    begin, end = page.find(f"{mark}\n"), page.find(END)
     if not 0 <= begin < end:
-        raise ValueError(f"the page does not have the lines {BEGIN!r} and, below it, {END!r}.")
-    begin += len(BEGIN) + 1
+        raise ValueError(f"the page does not have the lines {mark!r} and, below it, {END!r}.")
+    begin += len(mark) + 1
     return page[:begin], page[begin:end], page[end:]
 
 
