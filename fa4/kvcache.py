@@ -103,9 +103,10 @@ def flash_attn_with_kvcache(
     causal, window_size, softcap, sink, softmax_scale
                      as in `fa4.flash_attn_func`; masks are aligned to the last key, appended ones
                      included
-    num_splits       0: automatic, all multiprocessors get equal shares of all keys; bits of a
-                     result may then depend on the other sequences' lengths. n >= 1: the keys of
-                     each tile of queries are cut into n equal parts; then they do not
+    num_splits       0: automatic, all multiprocessors get equal shares of all keys, or whole tiles
+                     or equal parts of them where those fill them as well; bits of a result may then
+                     depend on the other sequences' lengths. n >= 1: the keys of each tile of
+                     queries are cut into n equal parts; then they do not
     return_lse       also return lse (batch, heads_q, seqlen_q), packed (heads_q, total_q): fp32,
                      natural logarithm
     out              written in place and returned

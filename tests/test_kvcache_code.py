@@ -30,15 +30,25 @@ PAGES = {"addressing": "page_table"}
 
 
 def spec_of(
-    head_dim: int, options: dict, packed_rows: int, page_size: int | None, num_splits: int = 0
+    head_dim: int,
+    options: dict,
+    packed_rows: int,
+    page_size: int | None,
+    num_splits: int = 0,
+    tiles: int = 64,
+    has_equal_lengths: bool = False,
 ) -> KernelSpec:
     features = DecodeFeatures("bf16", head_dim, head_dim, **options)
-    plan = decode_plan(features, packed_rows, 64, page_size, num_splits, 132)
+    problem = (packed_rows, tiles, page_size, num_splits)
+    plan = decode_plan(features, *problem, 132, 8192, has_equal_lengths)
     return KernelSpec("fa4.kernels.sm90.decode:compile_decode", "sm_90a", features, plan.schedule)
 
 
 SPECS = {
     "decode": spec_of(128, {}, 4, None),
+    "whole_tiles": spec_of(128, {}, 4, None, tiles=256, has_equal_lengths=True),
+    "two_ctas": spec_of(128, {}, 4, None, tiles=256),
+    "two_ctas_pages_of_1": spec_of(128, PAGES, 4, 1, tiles=256),
     "pages_of_16": spec_of(128, PAGES, 4, 16),
     "pages_of_1": spec_of(128, PAGES, 4, 1),
     "fixed_splits": spec_of(64, PAGES, 4, 64, num_splits=3),

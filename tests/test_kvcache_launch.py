@@ -27,7 +27,7 @@ KERNEL_ARGUMENTS = (
 
 @dataclasses.dataclass
 class Machine:
-    """Kernels that were loaded, calls of the attention kernel, and how often the path was walked."""
+    """Kernels that were loaded, calls of each kind, and how often the path was walked."""
 
     specs: list[KernelSpec] = dataclasses.field(default_factory=list)
     calls: list[dict[str, Any]] = dataclasses.field(default_factory=list)

@@ -8,7 +8,8 @@ keys are visited by one CTA or by several, whose partial results `kernels.combin
     balanced  one tile a sequence and key head. All blocks of all tiles form one list, cut into as
               many equal shares as there are CTAs: every CTA reads the same number of keys, however
               ragged the batch. A CTA then holds whole tiles, and at most two parts: of its first
-              and of its last tile (stream-K: Osama et al. 2023)
+              and of its last tile (stream-K: Osama et al. 2023). Tiles that turn out to be equally
+              long stay whole where they fill the CTAs nearly as well
 
 Lengths are read on the device, by every warp that needs them.
 """
@@ -22,6 +23,8 @@ from cutlass import Boolean, Float32, Int32, const_expr
 from fa4.kernels.blocks.gqa_packing import Sequence, divide, packed_range
 
 WARP = 32
+LONGEST = 2**31 - 1
+IDLE_PLACES = 20  # one of so many may idle in the waves of whole tiles
 
 
 class Call(NamedTuple):
@@ -98,6 +101,15 @@ class Entry(NamedTuple):
     batch_idx: Int32
     base: Int32
     units: Int32
+
+
+class Shares(NamedTuple):
+    """How the list of all units is cut (balanced): ``longer`` CTAs do length + 1 units, the others
+    ``length``, as long as there are any."""
+
+    total: Int32
+    length: Int32
+    longer: Int32
 
 
 class SplitTile(NamedTuple):
@@ -226,30 +238,49 @@ class KeySplits:
         return units
 
     @cute.jit
-    def total_units(self, call: Call):
-        """Units of all tiles. All lanes of a warp must call it together."""
-        mine = Int32(0)
+    def shares(self, call: Call):
+        """The `Shares` of a call. All lanes of a warp must call it together.
+
+        Where all tiles are equally long and whole ones fill the waves of CTAs nearly as well, a CTA
+        gets whole ones: see `pipelines.sm90_decode.even_splits`, which decides where the host knows
+        the lengths.
+        """
+        total = Int32(0)
+        least = Int32(LONGEST)
+        most = Int32(0)
         for chunk in cutlass.range(0, call.batch, WARP, unroll=1):
-            mine = mine + self.units(chunk + cute.arch.lane_idx(), call)
+            mine = self.units(chunk + cute.arch.lane_idx(), call)
+            total = total + mine
+            most = cutlass.max(most, mine)
+            # 0 is past the last entry.
+            least = cutlass.min(least, mine if mine > 0 else Int32(LONGEST))
         for i in cutlass.range_constexpr(5):
-            mine = mine + cute.arch.shuffle_sync_bfly(mine, offset=1 << i)
-        return mine * call.heads_kv
-
-    @cute.jit
-    def share(self, cta: Int32, total: Int32, call: Call):
-        """First unit of a CTA: the first total % num_ctas of them do one more than the others."""
-        length = divide(total, call.num_ctas)
-        return cta * length + cutlass.min(cta, total - length * call.num_ctas)
-
-    @cute.jit
-    def owner(self, unit: Int32, total: Int32, call: Call):
-        """The CTA whose share holds a unit below ``total``."""
+            total = total + cute.arch.shuffle_sync_bfly(total, offset=1 << i)
+            most = cutlass.max(most, cute.arch.shuffle_sync_bfly(most, offset=1 << i))
+            least = cutlass.min(least, cute.arch.shuffle_sync_bfly(least, offset=1 << i))
+        total = total * call.heads_kv
         length = divide(total, call.num_ctas)
         longer = total - length * call.num_ctas
-        in_longer = longer * (length + 1)
-        cta = divide(unit, length + 1)
+        tiles = call.batch * call.heads_kv
+        waves = divide(tiles + call.num_ctas - 1, call.num_ctas)
+        places = waves * call.num_ctas
+        if (least == most) & (tiles >= places - divide(places, IDLE_PLACES)):
+            length = waves * most
+            longer = Int32(0)
+        return Shares(total, length, longer)
+
+    @cute.jit
+    def share(self, cta: Int32, shares: Shares):
+        """First unit of a CTA."""
+        return cutlass.min(cta * shares.length + cutlass.min(cta, shares.longer), shares.total)
+
+    @cute.jit
+    def owner(self, unit: Int32, shares: Shares):
+        """The CTA whose share holds a unit below the total."""
+        in_longer = shares.longer * (shares.length + 1)
+        cta = divide(unit, shares.length + 1)
         if unit >= in_longer:
-            cta = longer + divide(unit - in_longer, cutlass.max(length, 1))
+            cta = shares.longer + divide(unit - in_longer, cutlass.max(shares.length, 1))
         return cta
 
     @cute.jit
@@ -322,9 +353,10 @@ class KeySplits:
                 count = Int32(0)
             first = index * call.num_splits
             return SplitTile(tile, sequence, count, first, first + 1, Int32(1))
-        total = self.total_units(call)
+        shares = self.shares(call)
+        total = shares.total
         cta = index + 1
-        unit = self.share(cta, total, call)
+        unit = self.share(cta, shares)
         entry = Entry(Int32(0), Int32(0), Int32(1))
         if unit < total:
             entry = self.find_entry(unit, call)
@@ -332,7 +364,7 @@ class KeySplits:
         start = entry.base + head_kv * entry.units
         sequence = self.sequence(entry.batch_idx, call)
         count = Int32(0)
-        if (unit < total) & (unit > start) & (self.share(index, total, call) <= start):
-            count = self.owner(start + entry.units - 1, total, call) - index + 1
+        if (unit < total) & (unit > start) & (self.share(index, shares) <= start):
+            count = self.owner(start + entry.units - 1, shares) - index + 1
         tile = Tile(entry.batch_idx, head_kv, Int32(0))
         return SplitTile(tile, sequence, count, 2 * index + 1, 2 * cta, Int32(2))

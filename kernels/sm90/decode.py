@@ -431,9 +431,9 @@ class HopperDecode:
         at = Int32(cta)
         stop = Int32(call.num_tiles)
         if const_expr(self.schedule.is_balanced):
-            total = self.splits.total_units(call)
-            at = self.splits.share(cta, total, call)
-            stop = self.splits.share(cta + 1, total, call)
+            shares = self.splits.shares(call)
+            at = self.splits.share(cta, shares)
+            stop = self.splits.share(cta + 1, shares)
             if at < stop:
                 entry = self.splits.find_entry(at, call)
         elif const_expr(self.schedule.merges):

@@ -5,6 +5,8 @@ and ring wraps, pages by TMA and by gathering, masks at both ends, packed rows t
 warpgroups, appending and rotary.
 """
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -22,9 +24,12 @@ from tests.oracle import bits
 
 CASES = [
     CacheCase((300, 0, 17)),
-    CacheCase((700,), heads_kv=1),  # one tile shared by all CTAs
+    CacheCase((700, 0), heads_kv=1),  # one tile shared by all CTAs
+    CacheCase((700,), heads_kv=1),  # one sequence: a part for each CTA
     CacheCase((300, 140), page_size=16),
     CacheCase((300, 140), page_size=1),
+    CacheCase((300, 140), page_size=16, head_dim=128),  # two CTAs an SM
+    CacheCase((300, 140), page_size=1, head_dim=128),
     CacheCase((300, 140), page_size=48, heads_first=True),
     CacheCase((150, 20), page_size=256, heads_q=2),
     CacheCase((300, 1, 65), num_splits=3),
@@ -143,6 +148,19 @@ def test_any_number_of_ctas_shares_the_keys_without_loss(multiprocessors: int) -
     assert (out.float() - exact.float()).abs().max() < 0.02
     assert torch.equal(lse.isneginf(), exact_lse.isneginf())
     assert (lse - exact_lse).nan_to_num(0).abs().max() < 1e-3
+
+
+@pytest.mark.parametrize(("multiprocessors", "are_whole"), [(3, True), (4, False), (6, True)])
+def test_tiles_that_are_equally_long_stay_whole_where_they_fill_the_ctas(
+    multiprocessors: int, are_whole: bool
+) -> None:
+    inputs = make_cache_inputs(CacheCase((300, 260, 384), page_size=16))  # 6 tiles of 3 blocks
+    out, lse = emulate(inputs.clone(), multiprocessors)
+    inputs.case = replace(inputs.case, num_splits=1)
+    whole, whole_lse = attend(inputs, "emulator")
+    assert (lse - whole_lse).abs().max() < 1e-5
+    assert (out.float() - whole.float()).abs().max() < 0.02
+    assert (torch.equal(out, whole) and torch.equal(lse, whole_lse)) == are_whole
 
 
 @pytest.mark.parametrize("packed", [False, True])
