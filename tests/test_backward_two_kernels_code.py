@@ -43,15 +43,18 @@ def features(head_dim: int, head_dim_v: int, options: dict[str, Any]) -> Backwar
     )
 
 
+# Masks and lengths with the widest blocks, which softcap would narrow.
+WIDEST: dict[str, Any] = {**HEAVIEST, "score": "plain"}
+
 USUAL = [
     features(dim, dim_v, options)
     for dim, dim_v in ((128, 128), (192, 128), (256, 256))
-    for options in (FULL, CAUSAL, HEAVIEST)
+    for options in (FULL, CAUSAL, HEAVIEST, WIDEST)
 ]
 REST = [
     specialisation
     for dim, dim_v in itertools.product(HEAD_DIM_CLASSES, HEAD_DIM_CLASSES)
-    for options in (FULL, CAUSAL, HEAVIEST)
+    for options in (FULL, CAUSAL, HEAVIEST, WIDEST)
     if (specialisation := features(dim, dim_v, options)) not in USUAL
 ]
 

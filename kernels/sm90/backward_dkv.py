@@ -379,19 +379,16 @@ class HopperBackwardDkv:
         pipeline.pipeline_init_arrive(cute.make_layout(ctas), is_relaxed=True)
         pipeline.pipeline_init_wait(cute.make_layout(ctas))
 
-        work = self.locate(call)
-        # A slot of no tile has nothing to do.
-        if work.tile.m_block * schedule.cluster * schedule.tile_n < work.k.rows:
-            if warp_idx < 4:
-                cute.arch.setmaxregister_decrease(schedule.producer_registers)
-                if warp_idx == 0:
-                    self.load(k_tma, v_tma, q_tma, grad_tma, mStatistics, shared, rings, work, call)
-            elif warp_idx < 8:
-                cute.arch.setmaxregister_increase(schedule.consumer_registers)
-                self.sum_values(mma_scores, mma_dv, dv_tma, shared, rings, work, call)
-            else:
-                cute.arch.setmaxregister_increase(schedule.consumer_registers)
-                self.sum_keys(mma_scores, mma_dk, dk_tma, shared, rings, work, call)
+        if warp_idx < 4:
+            cute.arch.setmaxregister_decrease(schedule.producer_registers)
+            if warp_idx == 0:
+                self.load(k_tma, v_tma, q_tma, grad_tma, mStatistics, shared, rings, call)
+        elif warp_idx < 8:
+            cute.arch.setmaxregister_increase(schedule.consumer_registers)
+            self.sum_values(mma_scores, mma_dv, dv_tma, shared, rings, call)
+        else:
+            cute.arch.setmaxregister_increase(schedule.consumer_registers)
+            self.sum_keys(mma_scores, mma_dk, dk_tma, shared, rings, call)
         if const_expr(schedule.cluster > 1):
             # Barriers of a CTA must outlive the other one's last release.
             cute.arch.cluster_arrive()
@@ -427,12 +424,16 @@ class HopperBackwardDkv:
             phase = phase ^ 1
         return pipeline.PipelineState(stages, count, count - turns * stages, phase)
 
+    def tile_index(self):
+        """Of this CTA's cluster; see `tile_order.locate_tile`."""
+        return cute.arch.block_idx()[0] // self.schedule.cluster
+
     @cute.jit
-    def locate(self, call: Call):
-        """The work of this CTA; a slot of no tile has its first key past the sequence's rows."""
+    def locate(self, tile_idx: Int32, call: Call):
+        """What a CTA does of a tile; a slot of no tile has no rows, and no keys to store."""
         schedule, features = self.schedule, self.features
         tile = locate_tile(
-            cute.arch.block_idx()[0] // schedule.cluster,
+            tile_idx,
             call.num_n_blocks,
             call.heads_kv,
             call.num_batches,
@@ -472,7 +473,6 @@ class HopperBackwardDkv:
         mStatistics: cute.Tensor,
         shared: Shared,
         rings: Rings,
-        work: Work,
         call: Call,
     ):
         """Warp 0: request K and V, then block by block Q and dO with their statistics.
@@ -480,6 +480,7 @@ class HopperBackwardDkv:
         Waits for free stages of q and grad; the copies signal their full barriers.
         """
         schedule, features = self.schedule, self.features
+        work = self.locate(self.tile_index(), call)
         tile, rows, parts = work.tile, work.rows, schedule.cluster
         once = self.stage_at(Int32(0), 1, True)
         batch_q = Int32(0) if const_expr(features.packed_q) else tile.batch_idx
@@ -592,7 +593,6 @@ class HopperBackwardDkv:
         dv_tma: Tma,
         shared: Shared,
         rings: Rings,
-        work: Work,
         call: Call,
     ):
         """Warpgroup 1: probabilities, dV, and the weights that dK is made of.
@@ -602,6 +602,7 @@ class HopperBackwardDkv:
         tensor cores go on during the exponentials.
         """
         schedule = self.schedule
+        work = self.locate(self.tile_index(), call)
         rows, num_steps = work.rows, work.num_steps
         thread = cute.arch.thread_idx()[0] - WARPGROUP
         scores_slice, dv_slice = mma_scores.get_slice(0), mma_dv.get_slice(0)
@@ -658,7 +659,7 @@ class HopperBackwardDkv:
             warpgroup.wait_group(0)
             rings.grad.consumer_release(grad_state)
         self.store(
-            mma_dv, dv_tma, acc, shared.dv, Float32(1.0), 0, thread, work, call, schedule.head_dim_v
+            mma_dv, dv_tma, acc, shared.dv, Float32(1.0), 0, thread, call, schedule.head_dim_v
         )
 
     @cute.jit
@@ -756,7 +757,6 @@ class HopperBackwardDkv:
         dk_tma: Tma,
         shared: Shared,
         rings: Rings,
-        work: Work,
         call: Call,
     ):
         """Warpgroup 2: gradients of the scores, and dK.
@@ -766,7 +766,7 @@ class HopperBackwardDkv:
         next one; with a single stage in front of it, while the next dO is on its way.
         """
         schedule = self.schedule
-        num_steps = work.num_steps
+        num_steps = self.locate(self.tile_index(), call).num_steps
         thread = cute.arch.thread_idx()[0] - 2 * WARPGROUP
         scores_slice, dk_slice = mma_scores.get_slice(0), mma_dk.get_slice(0)
         v_operand = mma_scores.make_fragment_A(scores_slice.partition_A(shared.v[None, None, 0]))
@@ -831,7 +831,6 @@ class HopperBackwardDkv:
             call.softmax_scale,
             1,
             thread,
-            work,
             call,
             schedule.head_dim,
         )
@@ -898,7 +897,6 @@ class HopperBackwardDkv:
         scale: Float32,
         wg: cutlass.Constexpr[int],
         thread: Int32,
-        work: Work,
         call: Call,
         dim: cutlass.Constexpr[int],
     ):
@@ -906,6 +904,12 @@ class HopperBackwardDkv:
 
         Rows of padding and keys that no query sees are set to 0, whatever was read for them.
         """
+        # Found again rather than kept, which would take registers from the sums. That it is the
+        # same index must not be seen, or the compiler keeps what follows from it all the same.
+        tile_idx = cute.arch.inline_ptx(
+            "mov.b32 {$w0}, {$r0};", write_only_types=[Int32], read_only_args=[self.tile_index()]
+        )
+        work = self.locate(tile_idx, call)
         barrier = pipeline.NamedBarrier(barrier_id=Barrier.EPILOGUE + wg, num_threads=WARPGROUP)
         tile = accumulator.by_row(acc)
         first_seen = Int32(0)
@@ -929,7 +933,9 @@ class HopperBackwardDkv:
         # Make these writes visible to the TMA engine before anyone starts it.
         cute.arch.fence_proxy("async.shared", space="cta")
         barrier.arrive_and_wait()
-        if cute.arch.make_warp_uniform(thread // 32) == 0:
+        stores = cute.arch.make_warp_uniform(thread // 32) == 0
+        # A slot of no tile has nothing to store.
+        if stores & (work.n_block * self.schedule.tile_n < work.k.rows):
             gX = self.key_tiles(tma, work, work.k.rows, dim)
             tXsX, tXgX = cpasync.tma_partition(
                 tma.atom,
