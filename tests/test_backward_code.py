@@ -33,7 +33,7 @@ HEAVIEST: dict[str, Any] = {
     "has_seqused_q": True,
     "has_seqused_k": True,
 }
-WIDE: dict[str, Any] = {"tile_m": 128, "stages": 2}
+NARROW: dict[str, Any] = {"tile_m": 64, "stages": 3}  # at d64
 
 
 def features(head_dim: int, head_dim_v: int, options: dict[str, Any]) -> BackwardFeatures:
@@ -59,9 +59,11 @@ class Kernel:
 
 USUAL = [
     *((features(dim, dim, options), {}) for dim in HEAD_DIMS for options in (FULL, CAUSAL)),
-    (features(128, 128, HEAVIEST), {}),
-    (features(64, 64, CAUSAL), WIDE),
-    (features(128, 128, CAUSAL), {"dq_path": "bulk"}),
+    *((features(dim, dim, HEAVIEST), {}) for dim in (64, 128)),
+    (features(64, 64, CAUSAL), NARROW),
+    (features(64, 64, CAUSAL), {"dq_path": "red"}),
+    (features(128, 128, CAUSAL), {"dq_path": "red"}),
+    *((features(dim, dim, CAUSAL), {"weighs_early": True}) for dim in (64, 128)),
 ]
 REST = [
     *(
@@ -70,7 +72,8 @@ REST = [
         for options in (FULL, CAUSAL, HEAVIEST)
         if (features(dim, dim_v, options), {}) not in USUAL
     ),
-    (features(64, 64, {"has_left_bound": True, "has_right_bound": True}), WIDE),
+    (features(64, 64, {"has_left_bound": True, "has_right_bound": True}), {}),
+    (features(64, 64, {**HEAVIEST, "score": "plain"}), {}),
 ]
 
 
@@ -120,14 +123,16 @@ def test_matrix_products_stay_in_flight_until_the_kernel_waits(kernel: Kernel) -
         for i in kernel.loop
         if i.is_a("HGMMA") or i.is_a(wait)
     ]
-    waits = [depth for depth in order if depth in ("0x0", "0x1")]
+    waits = [depth for depth in order if depth in ("0x0", "0x1", "0x2")]
+    # Only then S is waited for before dQ and dK, which are requested behind it, are done.
+    is_early = kernel.schedule.weighs_early
     if kernel.schedule.tile_m == 64:
         # dQ is there and dK runs; dK is there and dP runs; dP is there and dV runs; dV.
-        assert waits == ["0x1", "0x1", "0x1", "0x0"]
+        assert waits == ["0x2"] * is_early + ["0x1", "0x1", "0x1", "0x0"]
     else:
         # dQ is there and dK runs; dK; dP is there and half of dV runs; all of dV.
-        assert waits == ["0x1", "0x0", "0x1", "0x0"]
-    assert kernel.code.count(wait) == 2 * len(waits) + 1
+        assert waits == ["0x2"] * is_early + ["0x1", "0x0", "0x1", "0x0"]
+    assert kernel.code.count(wait) == 2 * (len(waits) - is_early) + 1 + is_early
 
 
 def test_scores_take_one_exponential_each_and_no_shuffle(kernel: Kernel) -> None:
@@ -148,7 +153,7 @@ def test_statistics_are_read_and_ds_is_written_by_the_widest_accesses(kernel: Ke
     assert sass.count(kernel.loop, "STSM.16.M88.4") == groups
 
 
-def test_dq_leaves_in_pieces_of_16_bytes_and_warpgroups_meet_once_a_block(kernel: Kernel) -> None:
+def test_dq_leaves_as_scheduled_and_warpgroups_meet_once_a_block(kernel: Kernel) -> None:
     octets = kernel.schedule.dq_columns // 8
     if kernel.schedule.dq_path == "red":
         additions = [i.opcode for i in kernel.loop if i.is_a("REDG")]
@@ -158,8 +163,9 @@ def test_dq_leaves_in_pieces_of_16_bytes_and_warpgroups_meet_once_a_block(kernel
     else:
         assert sass.count(kernel.loop, "STS.128") == octets
         assert sass.count(kernel.loop, "UBLKRED") == 1
-        # A warpgroup's own, before its copy may start.
-        assert sass.count(kernel.loop, "BAR") == 2
+        # A warpgroup's own, before its copy may start; and before it fills its buffer, if the
+        # warpgroups have not been told when they met that it is free.
+        assert sass.count(kernel.loop, "BAR") == 2 + kernel.schedule.weighs_early
 
 
 def test_registers_move_between_the_roles_as_scheduled(kernel: Kernel) -> None:

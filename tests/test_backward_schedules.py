@@ -104,7 +104,8 @@ def test_a_single_stage_is_taken_only_where_two_leave_small_blocks(
         if schedules.dkv.grad_stages == 1:
             with pytest.raises(ValueError, match="exceeds"):
                 dataclasses.replace(schedules.dkv, tile_m=48, grad_stages=2)
-        if schedules.dq.v_stages == 1:
+        # At 256/256 blocks of 64 keys measured faster than two stages of V.
+        if schedules.dq.v_stages == 1 and (head_dim, head_dim_v) != (256, 256):
             with pytest.raises(ValueError, match="exceeds"):
                 dataclasses.replace(schedules.dq, tile_n=48, v_stages=2)
 

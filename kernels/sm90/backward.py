@@ -34,6 +34,8 @@ Hand-offs
          dV, of the block are done
   dS     the named barrier DS between the warpgroups, once a block. Two stages: that a warpgroup has
          arrived for block j says that its dQ of block j - 1 is done, whose stage block j + 1 takes
+  dQ     the named barriers DQ inside each warpgroup: its buffer is full, and with `weighs_early`
+         before that: it is free. Else that is known when the warpgroups meet at DS
 
 The loop is turned so that the tensor cores have work whenever the warpgroups do something else,
 and that no product is in flight from one round to the next, which ptxas would not follow. A round
@@ -44,9 +46,14 @@ begins with dS(j) in registers:
     request dP(j + 1)           P(j + 1) while dK(j) and dP(j + 1) run
     request dV(j + 1)           dS(j + 1) while dV(j + 1) runs
 
-dQ is summed up in an fp32 workspace in the order of accumulator registers (`add_dq`), which
-`kernels.backward_finish` undoes. The order of the sums differs from run to run. Per block 32 KiB
-(64 rows of d128) leave as 16-byte reductions, without a staging buffer and its traffic.
+With 128 rows in a block the first half of P(j + 1) is worked out before dP(j + 1) is requested.
+With `weighs_early` P(j + 1), or that half, is worked out while dQ(j) and dK(j) run, before dQ(j)
+leaves.
+
+dQ is summed up in an fp32 workspace in the order of accumulator registers (`take_dq`), which
+`kernels.backward_finish` undoes. The order of the sums differs from run to run. A block's 32 KiB
+(64 rows of d128) leave by the copy engine or, without a buffer in shared memory and its traffic,
+as 16-byte reductions of each thread; the latter measured 12 % slower (see the schedule).
 """
 
 from enum import IntEnum
@@ -76,6 +83,7 @@ CONSUMERS = 2  # warpgroups
 DS_STAGES = 2
 CHUNK = 64  # query rows that are rounded together, and their accumulator of a warpgroup
 CHUNK_SHAPE = ((2, 2, CHUNK // 8), 1, 1)
+OCTET = 4 * WARPGROUP  # elements of the dQ workspace: 64 rows by 8 columns
 DTYPES = {"bf16": BFloat16, "fp16": Float16}
 
 
@@ -809,6 +817,7 @@ class HopperBackward:
         # Not added to zeros: those would be written after the fence in front of the product.
         self.score_gradients(products, shared, rings, regs, place, call, state, is_first=True)
 
+        is_early = self.schedule.weighs_early
         for count in cutlass.range(total - 1, unroll=1):
             state = self.stage_at(count, False)
             following = self.stage_at(count + 1, False)
@@ -817,23 +826,35 @@ class HopperBackward:
             self.matmul(products.scores, regs.scores, (regs.k,), q, False)
             self.share_ds(regs, shared, place, count % DS_STAGES)
             dq = Int64(dq_head + m_block) * elements
-            self.sum_up(products, mdQ, shared, regs, place, state, count % DS_STAGES, dq)
+            acc_dq = self.sum_up(products, regs, state, count % DS_STAGES)
             m_block = m_block + 1
             if m_block == rows.end:
                 m_block = rows.first
             if m_block == start:
                 dq_head = dq_head + mdQ.shape[2]
-            # With two chunks dP waits for the first one's probabilities, and dK runs beside them:
-            # for dP and the dS that dK reads there are not registers enough at once.
             weigh = (regs, shared, following.index, m_block, place, work, call, clear)
-            if const_expr(len(regs.rounded) > 1):
+            if const_expr(is_early):
+                # S is done; dQ and dK, requested behind it, run beside its exponentials.
+                warpgroup.wait_group(2)
                 self.probabilities(*weigh, 0)
+            # dQ is done, dK is not.
+            warpgroup.wait_group(1)
+            self.take_dq(mdQ, shared, acc_dq, place, dq)
+            if const_expr(not is_early):
+                self.send_dq(mdQ, shared, place, dq)
+            if const_expr(len(regs.rounded) > 1):
+                # For dP and the dS that dK reads there are not registers enough at once.
+                if const_expr(not is_early):
+                    self.probabilities(*weigh, 0)
                 warpgroup.wait_group(0)
                 rings.q.consumer_release(state)
             rings.do.consumer_wait(following)
             do = regs.do[None, None, None, following.index]
             self.matmul(products.scores, regs.dp, (regs.v,), do, False)
-            self.probabilities(*weigh, len(regs.rounded) - 1)
+            if const_expr(is_early):
+                self.send_dq(mdQ, shared, place, dq)
+            if const_expr(len(regs.rounded) > 1 or not is_early):
+                self.probabilities(*weigh, len(regs.rounded) - 1)
             if const_expr(len(regs.rounded) == 1):
                 # dK is done, dP is not.
                 warpgroup.wait_group(1)
@@ -847,7 +868,10 @@ class HopperBackward:
         state = self.stage_at(last, False)
         self.share_ds(regs, shared, place, last % DS_STAGES)
         dq = Int64(dq_head + m_block) * elements
-        self.sum_up(products, mdQ, shared, regs, place, state, last % DS_STAGES, dq)
+        acc_dq = self.sum_up(products, regs, state, last % DS_STAGES)
+        warpgroup.wait_group(1)
+        self.take_dq(mdQ, shared, acc_dq, place, dq)
+        self.send_dq(mdQ, shared, place, dq)
         warpgroup.wait_group(0)
 
     @cute.jit
@@ -883,15 +907,11 @@ class HopperBackward:
     def sum_up(
         self,
         products: Products,
-        mdQ: cute.Tensor,
-        shared: Shared,
         regs: Fragments,
-        place: Place,
         state: pipeline.PipelineState,
         ds_stage: Int32,
-        dq: Int64,
     ):
-        """dQ = dS K, which leaves for memory, and dK += dS^T Q, which is left running."""
+        """Request dQ = dS K, which is returned, and dK += dS^T Q; both warpgroups meet first."""
         self.barrier(Barrier.DS, CONSUMERS).arrive_and_wait()
         # A new one for each block: its registers are dP's, between two blocks.
         shape = products.dq.partition_shape_C((KEYS, self.schedule.dq_columns))
@@ -900,8 +920,7 @@ class HopperBackward:
         self.matmul(products.dq, acc, (ds,), regs.kt, False)
         q = regs.qt[None, None, None, state.index]
         self.matmul(products.dk, regs.dk, self.operands_a(regs.rounded), q, True)
-        warpgroup.wait_group(1)
-        self.add_dq(mdQ, shared, acc, place, dq)
+        return acc
 
     def operands_a(self, rounded: tuple[cute.Tensor, ...]):
         return tuple(accumulator.as_operand_a(chunk) for chunk in rounded)
@@ -1066,13 +1085,13 @@ class HopperBackward:
                     read_only_args=[target, *[packed[4 * pair + i] for i in range(4)]],
                 )
         cute.arch.fence_proxy("async.shared", space="cta")
-        if const_expr(self.schedule.dq_path == "bulk"):
+        if const_expr(self.schedule.dq_path == "bulk" and not self.schedule.weighs_early):
             # Before the others are told that they may go on: the last dQ has left its buffer.
             cute.arch.cp_async_bulk_wait_group(0, read=True)
 
     @cute.jit
-    def add_dq(self, mdQ: cute.Tensor, shared: Shared, acc: cute.Tensor, place: Place, dq: Int64):
-        """Add this warpgroup's part of a block's dQ to the workspace.
+    def take_dq(self, mdQ: cute.Tensor, shared: Shared, acc: cute.Tensor, place: Place, dq: Int64):
+        """Empty the registers of a block's dQ: into the workspace, or a buffer for `send_dq`.
 
         The workspace has, for each 64 rows and then each 8 columns, the four registers of each
         thread of the warpgroup that holds them: additions of 16 bytes a thread, in one piece.
@@ -1080,33 +1099,50 @@ class HopperBackward:
         schedule = self.schedule
         thread = thread_of_warpgroup()
         octets = schedule.dq_columns // 8
-        shared_octets = octets - schedule.dq_octet_step  # that warpgroup 0 adds
-        octet = 4 * WARPGROUP  # elements
         values = cute.make_tensor(acc.iterator, cute.make_layout((4, octets)))
-        target = mdQ.iterator + (dq + place.warpgroup * (schedule.dq_octet_step * octet))
         if const_expr(schedule.dq_path == "red"):
+            target = mdQ.iterator + (dq + place.warpgroup * (schedule.dq_octet_step * OCTET))
             mine = target + thread * 4
-            if const_expr(shared_octets > 0):
+            twice = octets - schedule.dq_octet_step  # octets that warpgroup 0 adds
+            if const_expr(twice > 0):
                 if place.warpgroup == 0:
-                    for o in cutlass.range_constexpr(shared_octets):
-                        add_four(mine + o * octet, values, o)
-            for o in cutlass.range_constexpr(shared_octets, octets):
-                add_four(mine + o * octet, values, o)
+                    for o in cutlass.range_constexpr(twice):
+                        add_four(mine + o * OCTET, values, o)
+            for o in cutlass.range_constexpr(twice, octets):
+                add_four(mine + o * OCTET, values, o)
         else:
-            buffer = (shared.dq + place.warpgroup * (octets * octet)).align(16)
+            if const_expr(schedule.weighs_early):
+                # The block before has left the buffer. Only the thread that sent it has to wait.
+                cute.arch.cp_async_bulk_wait_group(0, read=True)
+                self.barrier(Barrier.DQ + place.warpgroup, 1).arrive_and_wait()
             layout = cute.make_layout((4, WARPGROUP, octets))
+            buffer = self.dq_buffer(shared, place)
             mine = cute.make_tensor(buffer, layout)[None, thread, None]
             for o in cutlass.range_constexpr(octets):
                 cute.autovec_copy(values[None, o], mine[None, o])
             cute.arch.fence_proxy("async.shared", space="cta")
+
+    @cute.jit
+    def send_dq(self, mdQ: cute.Tensor, shared: Shared, place: Place, dq: Int64):
+        """Have this warpgroup's buffer, if there is one, added to the workspace."""
+        schedule = self.schedule
+        octets = schedule.dq_columns // 8
+        twice = octets - schedule.dq_octet_step  # octets that warpgroup 0 adds
+        if const_expr(schedule.dq_path == "bulk"):
             self.barrier(Barrier.DQ + place.warpgroup, 1).arrive_and_wait()
-            if cute.arch.make_warp_uniform(thread // 32) == 0:
+            if cute.arch.make_warp_uniform(thread_of_warpgroup() // 32) == 0:
+                target = mdQ.iterator + (dq + place.warpgroup * (schedule.dq_octet_step * OCTET))
+                buffer = self.dq_buffer(shared, place)
                 first = Int32(0)
-                if const_expr(shared_octets > 0):
-                    first = place.warpgroup * (shared_octets * octet)
+                if const_expr(twice > 0):
+                    first = place.warpgroup * (twice * OCTET)
                 with cute.arch.elect_one():
-                    add_bulk(target + first, buffer + first, 4 * (octets * octet - first))
+                    add_bulk(target + first, buffer + first, 4 * (octets * OCTET - first))
                     cute.arch.cp_async_bulk_commit_group()
+
+    def dq_buffer(self, shared: Shared, place: Place):
+        """Where a warpgroup puts its part of a block's dQ."""
+        return (shared.dq + place.warpgroup * (self.schedule.dq_columns // 8 * OCTET)).align(16)
 
     @cute.jit
     def store_gradient(

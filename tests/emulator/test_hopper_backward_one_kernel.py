@@ -117,13 +117,19 @@ def test_emulated_gradients_are_right(case: Case) -> None:
 @pytest.mark.parametrize(
     ("case", "schedule"),
     [
-        (Case((200,), (140,), 1, 1, causal=True), {"dq_path": "bulk"}),
-        (Case((130,), (130,), 1, 1, head_dim=96), {"dq_path": "bulk"}),
-        (Case((200,), (200,), 1, 1, causal=True), {"tile_m": 128, "stages": 2}),
-        (Case((300,), (100,), 2, 1, window_size=(20, 30)), {"tile_m": 128, "stages": 2}),
-        (Case((200,), (200,), 1, 1), {"tile_m": 128, "stages": 2, "dq_path": "bulk"}),
+        (Case((200,), (140,), 1, 1, causal=True), {"tile_m": 64, "stages": 3}),
+        (Case((130,), (130,), 1, 1, head_dim=96), {"dq_path": "red"}),
+        (Case((200,), (200,), 1, 1, causal=True), {"dq_path": "red"}),
+        (
+            Case((300,), (100,), 2, 1, window_size=(20, 30)),
+            {"tile_m": 64, "stages": 3, "dq_path": "red"},
+        ),
+        (Case((200,), (200,), 1, 1, head_dim=128), {"dq_path": "red"}),
         (Case((300,), (70,), 1, 1, head_dim=128), {"stages": 2}),
         (Case((300,), (400,), 2, 1, causal=True), {"staggers_rows": True}),
+        (Case((300,), (70,), 1, 1, head_dim=96), {"weighs_early": True}),
+        (Case((200,), (140,), 1, 1, softmax_scale=-0.2, causal=True), {"weighs_early": True}),
+        (Case((130,), (130,), 1, 1, softcap=4.0), {"weighs_early": True}),
     ],
     ids=str,
 )
@@ -137,8 +143,10 @@ def test_gradients_do_not_depend_on_the_schedule(case: Case, schedule: dict[str,
     [
         (Case((300,), (200,), 2, 1, causal=True), {}),
         (Case((200,), (130,), 1, 1, head_dim=128), {}),
-        (Case((300,), (130,), 1, 1, head_dim=128), {"dq_path": "bulk", "stages": 2}),
-        (Case((300,), (130,), 1, 1), {"tile_m": 128, "stages": 2}),
+        (Case((300,), (130,), 1, 1, head_dim=128), {"dq_path": "red", "stages": 2}),
+        (Case((300,), (130,), 1, 1), {"tile_m": 64, "stages": 3, "dq_path": "red"}),
+        (Case((300,), (200,), 1, 1, causal=True), {"weighs_early": True}),
+        (Case((200,), (130,), 1, 1, head_dim=128), {"weighs_early": True}),
         (Case((30, 1, 90), (60, 7, 130), 1, 1, packed_q=True, packed_k=True), {}),
         (Case((130,), (130,), 1, 1, head_dim=128, softcap=4.0, window_size=(30, 30)), {}),
     ],
@@ -196,7 +204,7 @@ REDUNDANT = {
 @pytest.mark.slow
 def test_missing_synchronisation_is_noticed() -> None:
     # With 128 rows in a block each warpgroup reads all of K, to the end.
-    call = make_call(Case((500,), (200,), 1, 1, head_dim=64), tile_m=128, stages=2)
+    call = make_call(Case((500,), (200,), 1, 1, head_dim=64))
     run, gradients = prepare_gradients(call)
 
     def result() -> bytes:
