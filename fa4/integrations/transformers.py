@@ -417,6 +417,9 @@ _PATTERNS = {
     "sliding_window_overlay",
     "sliding_window_bidirectional_overlay",
     "packed_sequence_mask_function",
+    # transformers 5.24: positions count from each document's start. Among the keys of one document
+    # that moves queries and keys alike, and others are hidden by packed_sequence_mask_function.
+    "remap_positions_for_packed_sequence",
     "and_masks",
 }
 
@@ -443,6 +446,8 @@ def padding_mask(
     if mask_function is not None and not is_tracing:
         patterns = _patterns(mask_function)
         unknown = sorted(set(patterns) - _PATTERNS)
+        if "packed_sequence_mask_function" not in patterns:
+            unknown += [name for name in patterns if name.startswith("remap_positions")]
         if unknown:
             raise NotImplementedError(
                 f"this model masks attention by {', '.join(unknown)}, which fa4 does not support."
