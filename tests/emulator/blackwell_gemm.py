@@ -80,8 +80,11 @@ class OneTileGemm:
         self.group = tcgen05.CtaGroup.ONE if tile.ctas == 1 else tcgen05.CtaGroup.TWO
         self.tmem_columns = max(32, tile.n)
         self.b_dtype = tile.b_dtype or tile.dtype
-        pack = tcgen05.Pack.PACK_16b_IN_32b if tile.acc == "f16" else tcgen05.Pack.NONE
-        self.tmem_load = LOADS[tile.load](tcgen05.Repetition(tile.repeat), pack)
+
+    def tmem_load(self):
+        """Made while tracing: only then is the architecture the one that is compiled for."""
+        pack = tcgen05.Pack.PACK_16b_IN_32b if self.tile.acc == "f16" else tcgen05.Pack.NONE
+        return LOADS[self.tile.load](tcgen05.Repetition(self.tile.repeat), pack)
 
     @cute.jit
     def __call__(
@@ -193,7 +196,7 @@ class OneTileGemm:
                 self.multiply(tiled_mma, pair, tCtD, sA, sB, loaded, multiplied)
         cute.arch.mbarrier_wait(multiplied, 0)
 
-        atom = cute.make_copy_atom(self.tmem_load, acc_type)
+        atom = cute.make_copy_atom(self.tmem_load(), acc_type)
         t2r = tcgen05.make_tmem_copy(atom, tCtD[(None, None), 0, 0])
         thread = t2r.get_slice(tidx)
         tTRtD = thread.partition_S(tCtD[(None, None), 0, 0])
