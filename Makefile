@@ -1,5 +1,6 @@
 # make demo    attention on real input, checked against float64       make lint    ruff and mypy
-# make test    the whole test suite                                   make clean   remove .venv and build products
+# make test    the test suite                                         make clean   remove .venv and build products
+# make test-slow   what `make test` leaves out: every specialisation's machine code, long emulated runs; hours
 # make bench   a benchmark of a few seconds; needs a GPU
 #
 # Every target sets up .venv by itself, once, and again when pyproject.toml changes. Variables:
@@ -17,13 +18,16 @@ HAS_GPU := $(shell (nvidia-smi -L || ls /dev/nvidia0) >/dev/null 2>&1 && echo ye
 TORCH ?= $(if $(HAS_GPU),,torch==$(CPU_TORCH_VERSION))
 PIP_INSTALL := $(BIN)/python -m pip --disable-pip-version-check install --quiet --quiet
 
-.PHONY: demo test bench lint format types setup clean
+.PHONY: demo test test-slow bench lint format types setup clean
 
 demo: setup
 	$(BIN)/python -m fa4 demo
 
 test: setup
-	$(BIN)/python -m pytest -n 2 $(TEST_ARGS)
+	$(BIN)/python -m pytest -n 2 -m "not slow" $(TEST_ARGS)
+
+test-slow: setup
+	$(BIN)/python -m pytest -n 2 -m slow $(TEST_ARGS)
 
 bench: setup
 	$(BIN)/python -m perf.smoke
