@@ -152,7 +152,7 @@ def test_explain_gives_every_reason_why_a_kernel_is_refused(
 ) -> None:
     code, out, _ = run(
         capsys,
-        *("explain", "--arch", "sm_90a", "--dtype", "fp32", "--head-dim", "260", "--gradients"),
+        *("explain", "--arch", "sm_100a", "--dtype", "fp32", "--head-dim", "260", "--gradients"),
     )
     assert code == 0
     reasons = re.findall(r"^because +(.*)$", out, re.M)
