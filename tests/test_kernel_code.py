@@ -150,7 +150,10 @@ def test_matrix_products_stay_in_flight_until_the_kernel_waits(kernel: Kernel) -
 
 
 def test_scores_take_one_exponential_each(kernel: Kernel) -> None:
-    """And one a row for rescaling, or for raising the reference; softcap another one for its tanh, a sink two a row."""
+    """And one a row for rescaling, or for raising the reference.
+
+    Softcap takes another one for its tanh, a sink two a row.
+    """
     each = kernel.schedule.tile_n // 2 * (2 if kernel.features.score == "softcap" else 1)
     for loop in kernel.block_loops:
         assert sass.count(loop, "MUFU.EX2") == each + 2
