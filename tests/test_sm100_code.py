@@ -113,6 +113,7 @@ def test_matrix_products_are_one_instruction_for_each_step_of_16(kernel: Kernel)
     assert all(i.is_a("UTCHMMA.2CTA") == (schedule.ctas == 2) for i in products)
     (loop,) = kernel.code.loops_with("UTCHMMA")
     assert sass.count(loop, "UTCHMMA") == len(products)
+    assert sass.count(loop, "SHFL") == 0
 
 
 def test_a_block_goes_once_through_registers(kernel: Kernel) -> None:

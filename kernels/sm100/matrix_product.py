@@ -93,6 +93,10 @@ def multiply(
     b            shared-memory address of the first element
     accumulates  0: the accumulator starts from 0
     ctas         2: by the even CTA of a pair, for both
+
+    Every lane of the warp must have the same arguments, whichever of them issues. They are not
+    broadcast to make sure of it: that is a shuffle an argument in PTX, and the assembler moves them
+    to uniform registers with or without.
     """
     lines = [
         "{",
@@ -119,11 +123,8 @@ def multiply(
         )
     lines.append("}")
     first_a = a if a_operand is None else low_word(a, a_operand)
-    operands = (accumulator, first_a, low_word(b, b_operand), accumulates)
-    cute.arch.inline_ptx(
-        "\n".join(lines),
-        read_only_args=[cute.arch.make_warp_uniform(operand) for operand in operands],
-    )
+    operands = [accumulator, first_a, low_word(b, b_operand), accumulates]
+    cute.arch.inline_ptx("\n".join(lines), read_only_args=operands)
 
 
 def low_word(address: Int32, operand: Operand) -> Int32:

@@ -12,8 +12,10 @@ import torch
 
 import fa4
 from fa4.emulator import emulate_forward
+from fa4.emulator.costs import Costs, cost_report
 from fa4.launch import Lengths
 from fa4.pipelines.sm100 import ForwardSchedule
+from tests.emulator import blackwell_model
 from tests.oracle import Case, Inputs, assert_matches, bits, guarded, make_inputs, padding_rows
 
 INTERLEAVINGS = [("random", 0), ("random", 1), ("adversarial", 2)]
@@ -144,3 +146,22 @@ def test_padding_of_a_given_out_is_left_alone() -> None:
     assert torch.equal(bits(buffer[:1024]), bits(before[:1024]))
     assert torch.equal(bits(buffer[-1024:]), bits(before[-1024:]))
     assert given[~padding].isfinite().all()
+
+
+def test_beside_matrix_operands_a_block_takes_shared_memory_for_one_float_a_row() -> None:
+    """Modelled: what limits a causal block of head dim 128, written to by softmax, read by
+    correction. docs/results/blackwell_model.md has the whole comparison."""
+    case = blackwell_model.Case(128, 128, causal=True)
+
+    def total(rows: int, keys: int) -> Costs:
+        report = blackwell_model.launch_of_fa4(case, rows, keys)
+        return cost_report(report.launch, report.statistics).total
+
+    blocks = 2 * 2  # of 128 rows and 128 keys: two query tiles of one CTA
+    clocks = (total(256, 1024) - total(256, 768)).clocks
+    tile = 128 * 128 * 2 // 128  # clocks of a tile of Q, K or V
+    operands = tile + tile + tile  # Q and K; V, as P is in tensor memory
+    copies = (tile + tile) / 2  # K and V, for both query tiles
+    statistics = 2 * 128 * 4 / 128
+    assert clocks["shared"] / blocks == operands + copies + statistics
+    assert clocks["tensor"] / blocks == 1024
