@@ -19,7 +19,7 @@ from perf import cases, command, contenders, records  # noqa: E402  they need pa
 from perf.device_state import Reading, Sampler  # noqa: E402
 
 COMPARING = ("forward", "backward", "varlen", "decode", "smoke")
-MEASURING = (*COMPARING, "host_overhead", "memory", "accuracy")
+MEASURING = (*COMPARING, "host_overhead", "memory", "accuracy", "model_step")
 SCRIPTS = (*MEASURING, "compile_time", "plot", "roofline", "io_model", "tune")
 
 
