@@ -48,6 +48,7 @@ class ForwardLaunch:
         self.out_is_like_q = q.is_contiguous() and q.shape == self.out_shape
         self.unwanted_lse = _unwanted_lse(self.device, len(self.lse_shape))
         self.scalars = scalar_arguments(problem, spec.schedule, multiprocessor_count(self.device))
+        self.schedule = spec.schedule
 
     def __call__(
         self,
@@ -69,13 +70,21 @@ class ForwardLaunch:
         if wants_lse:
             lse = torch.empty(self.lse_shape, dtype=torch.float32, device=self.device)
             stores_lse = 1
-        tensors = (q, k, v, out, lse, *(lengths or NO_LENGTHS), sink)
         if self.may_be_elsewhere and torch.cuda.current_device() != self.device.index:
             with torch.cuda.device(self.device):
-                self.kernel(*tensors, *self.scalars, fills_padding, stores_lse)
+                self._launch(q, k, v, out, lse, lengths, sink, fills_padding, stores_lse)
         else:
-            self.kernel(*tensors, *self.scalars, fills_padding, stores_lse)
+            self._launch(q, k, v, out, lse, lengths, sink, fills_padding, stores_lse)
         return out, lse
+
+    def _launch(self, q, k, v, out, lse, lengths, sink, fills_padding, stores_lse) -> None:  # type: ignore[no-untyped-def]
+        self.kernel(
+            *(q, k, v, out, lse, *(lengths or NO_LENGTHS), sink),
+            *self.scalars,
+            fills_padding,
+            stores_lse,
+            *tile_counter(self.schedule, self.device),
+        )
 
 
 def result_shapes(problem: AttentionProblem) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -114,6 +123,26 @@ def tile_order(problem: AttentionProblem, schedule: Any, multiprocessors: int) -
     if pairs >= FOLDED_WAVES_FILLED * waves * multiprocessors:
         return 0, multiprocessors  # in pairs
     return heads_in_group(problem), MAX_CTAS
+
+
+def tile_counter(schedule: Any, device: torch.device) -> tuple[Tensor | None, ...]:
+    """The kernel's last argument, for those that have it: where CTAs count the tiles they take.
+
+    It is 0 between launches, and kernels of one stream run one after another. A captured graph
+    may run beside anything else, so that each of its launches gets its own.
+    """
+    is_dynamic = getattr(schedule, "is_dynamic", None)
+    if not is_dynamic:
+        return () if is_dynamic is None else (None,)
+    if device.type == "cpu" or torch.cuda.is_current_stream_capturing():
+        return (torch.zeros(1, dtype=torch.int32, device=device),)
+    return (_counter_of(device, torch._C._cuda_getCurrentRawStream(device.index)),)
+
+
+@functools.cache
+def _counter_of(device: torch.device, stream: int) -> Tensor:
+    """Kept for ever: a kernel may still be counting in it."""
+    return torch.zeros(1, dtype=torch.int32, device=device)
 
 
 @functools.cache

@@ -74,7 +74,7 @@ def _rows(head_dim: int, head_dim_v: int) -> list[tuple[str, ...]]:
             _words(kinds),
             f"{schedule.tile_m} x {schedule.tile_n}",
             str(schedule.stages),
-            "Q's slabs" if schedule.o_shares_q else "slabs of its own",
+            "V's stages" if schedule.o_shares_v else "slabs of its own",
             "yes" if schedule.takes_turns else "no",
             f"{schedule.consumer_registers}, {schedule.producer_registers}",
             str(schedule.accumulator_registers),

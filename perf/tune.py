@@ -62,13 +62,13 @@ def tiles(rule: ForwardSchedule) -> list[ForwardSchedule]:
     found = []
     for tile_m, tile_n in itertools.product(TILES_M, TILES_N):
         consumer, producer = REGISTERS[tile_m // 64]
-        for o_shares_q, stages in itertools.product((False, True), STAGES):
+        for o_shares_v, stages in itertools.product((False, True), STAGES):
             schedule = variant(
                 rule,
                 tile_m=tile_m,
                 tile_n=tile_n,
                 stages=stages,
-                o_shares_q=o_shares_q,
+                o_shares_v=o_shares_v,
                 consumer_registers=consumer,
                 producer_registers=producer,
             )
@@ -140,7 +140,7 @@ def without_faults(
 def describe(schedule: ForwardSchedule) -> str:
     """The name, and what the name leaves out."""
     parts = [schedule.name]
-    parts += ["o_shares_q"] if schedule.o_shares_q else []
+    parts += ["o_shares_v"] if schedule.o_shares_v else []
     parts += [] if schedule.takes_turns else ["no_turns"]
     return "_".join(parts)
 

@@ -32,12 +32,13 @@ class ForwardSchedule:
     stages                 K and V buffers of each kind
     consumer_registers     per thread, after setmaxnreg
     producer_registers     per thread, after setmaxnreg
-    o_shares_q             O leaves through Q's buffer; otherwise it has its own, and the next
-                           tile's Q is loaded while this tile's O is still being stored
+    o_shares_v             O leaves through the buffers of V, a stage for each warpgroup; otherwise
+                           it has its own. The next tile's Q and first K are loaded meanwhile
     takes_turns            warpgroups issue their matmuls in turns, so that one computes softmax
                            while the other keeps the tensor cores busy (FA3 section 3.1)
     is_persistent          a CTA takes tile after tile; otherwise one CTA a tile
     folds                  causal: it may be told to take them in pairs, a long and a short one
+    is_dynamic             a CTA takes the next tile that no other has taken
     """
 
     head_dim: int
@@ -47,10 +48,11 @@ class ForwardSchedule:
     stages: int
     consumer_registers: int
     producer_registers: int
-    o_shares_q: bool
+    o_shares_v: bool
     takes_turns: bool
     is_persistent: bool
     folds: bool = False
+    is_dynamic: bool = False
 
     @property
     def consumer_warpgroups(self) -> int:
@@ -62,16 +64,9 @@ class ForwardSchedule:
         return (1 + self.consumer_warpgroups) * WARPGROUP
 
     @property
-    def q_slab(self) -> int:
-        """Elements of shared memory for one warpgroup's Q, and for its O where that shares it."""
-        return 64 * (max(self.head_dim, self.head_dim_v) if self.o_shares_q else self.head_dim)
-
-    @property
     def smem_bytes(self) -> int:
-        """Shared memory of a CTA: barriers, Q and O (or one for both), K and V stages."""
-        q_and_o = self.consumer_warpgroups * self.q_slab
-        if not self.o_shares_q:
-            q_and_o += self.tile_m * self.head_dim_v
+        """Shared memory of a CTA: barriers and messages, Q, O where it has its own, K and V."""
+        q_and_o = self.tile_m * (self.head_dim + (0 if self.o_shares_v else self.head_dim_v))
         kv = self.stages * self.tile_n * (self.head_dim + self.head_dim_v)
         return BARRIER_BYTES + ELEMENT_BYTES * (q_and_o + kv)
 
@@ -100,12 +95,21 @@ class ForwardSchedule:
             parts.append("persistent")
         if self.folds:
             parts.append("folded")
+        if self.is_dynamic:
+            parts.append("dynamic")
         return "_".join(parts)
 
     def __post_init__(self) -> None:
         problems = []
         if self.folds and not self.is_persistent:
             problems.append("folds=True needs is_persistent=True")
+        if self.is_dynamic and (self.folds or not self.is_persistent):
+            problems.append("is_dynamic=True needs is_persistent=True and folds=False")
+        if self.o_shares_v and (self.tile_n < 64 or self.stages < self.consumer_warpgroups):
+            problems.append(
+                f"o_shares_v=True needs a stage of 64 rows or more for each of "
+                f"{self.consumer_warpgroups} warpgroups; there are {self.stages} of {self.tile_n}"
+            )
         if self.tile_m % 64 or not 1 <= self.consumer_warpgroups <= 3:
             problems.append(f"tile_m={self.tile_m} is not 64, 128 or 192")
         if self.tile_n % 16 or not 16 <= self.tile_n <= 256:
@@ -173,7 +177,7 @@ def forward_rule(features: ForwardFeatures) -> ForwardSchedule:
         and head_dim_v <= 128
     )
     for tile_n in range(128, 15, -16):
-        for o_shares_q in (False, True):
+        for o_shares_v in (False, True):
             for stages in (3, 2):
                 try:
                     return ForwardSchedule(
@@ -184,10 +188,11 @@ def forward_rule(features: ForwardFeatures) -> ForwardSchedule:
                         stages=stages,
                         consumer_registers=consumer,
                         producer_registers=producer,
-                        o_shares_q=o_shares_q,
+                        o_shares_v=o_shares_v,
                         takes_turns=head_dim_v <= 128,
-                        is_persistent=is_uniform or folds,
+                        is_persistent=True,
                         folds=folds,
+                        is_dynamic=not (is_uniform or folds),
                     )
                 except ValueError:
                     continue  # over a budget: try the next smaller one

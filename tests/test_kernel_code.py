@@ -338,23 +338,21 @@ class TracedFarEnoughError(Exception):
     """The shared memory of a kernel is laid out; the rest need not be traced."""
 
 
-def slabs_of(wanted: ForwardFeatures, monkeypatch: pytest.MonkeyPatch) -> list[Ranges]:
-    """First and last element of each warpgroup's slab of Q, and of O where that shares Q's buffer.
+def slabs_of(wanted: ForwardFeatures, monkeypatch: pytest.MonkeyPatch) -> Ranges:
+    """First and last element of each warpgroup's slab of O in the buffers of V.
 
-    From the layouts of the kernel itself, caught where it makes them.
+    From the layout of the kernel itself, caught where it makes it.
     """
     from fa4.kernels.sm90 import forward
 
     schedule = forward_schedule(wanted)
-    slabs: list[Ranges] = []
+    slabs: Ranges = []
     with_slabs = forward.HopperForward.with_slabs
 
     def caught(self: Any, layout: Any, slab: int) -> Any:
         result = with_slabs(self, layout, slab)
-        slabs.append([ends_of(str(result), w) for w in range(schedule.consumer_warpgroups)])
-        if len(slabs) == 1 + schedule.o_shares_q:
-            raise TracedFarEnoughError
-        return result
+        slabs.extend(ends_of(str(result), w) for w in range(schedule.consumer_warpgroups))
+        raise TracedFarEnoughError
 
     monkeypatch.setattr(forward.HopperForward, "with_slabs", caught)
     with pytest.raises(TracedFarEnoughError):
@@ -378,22 +376,24 @@ def ends_of(layout: str, warpgroup: int) -> tuple[int, int]:
     return start, start + max(offsets)
 
 
-@pytest.mark.parametrize(
-    ("head_dim", "head_dim_v"), list(itertools.product(HEAD_DIM_CLASSES, HEAD_DIM_CLASSES))
-)
-def test_output_lies_over_the_queries_of_its_own_warpgroup(
+SHARING = [
+    (head_dim, head_dim_v)
+    for head_dim, head_dim_v in itertools.product(HEAD_DIM_CLASSES, HEAD_DIM_CLASSES)
+    if forward_schedule(features(head_dim, head_dim_v, FULL)).o_shares_v
+]
+
+
+@pytest.mark.parametrize(("head_dim", "head_dim_v"), SHARING)
+def test_output_lies_in_a_stage_of_values_for_each_warpgroup(
     monkeypatch: pytest.MonkeyPatch, head_dim: int, head_dim_v: int
 ) -> None:
-    """Stored over queries that another warpgroup still reads, an output would ruin its scores."""
+    """One warpgroup's output is stored while another still writes its own."""
     dsl_runtime.import_dsl("sm_90a")
     wanted = features(head_dim, head_dim_v, FULL)
     schedule = forward_schedule(wanted)
-    q, *o = slabs_of(wanted, monkeypatch)
-    for w in range(schedule.consumer_warpgroups):
-        start = w * schedule.q_slab
-        assert q[w] == (start, start + 64 * head_dim - 1)
-        if schedule.o_shares_q:
-            assert o[0][w] == (start, start + 64 * head_dim_v - 1)
-            assert max(q[w][1], o[0][w][1]) < start + schedule.q_slab
+    stage = schedule.tile_n * head_dim_v
+    for w, slab in enumerate(slabs_of(wanted, monkeypatch)):
+        assert slab == (w * stage, w * stage + 64 * head_dim_v - 1)
+        assert slab[1] < (w + 1) * stage
     # TMA and wgmma permute bytes inside 1024 of them, which must be the slab's own.
-    assert schedule.q_slab * 2 % 1024 == 0
+    assert stage * 2 % 1024 == 0

@@ -30,7 +30,7 @@ GOOD = ForwardSchedule(
     stages=2,
     consumer_registers=240,
     producer_registers=24,
-    o_shares_q=False,
+    o_shares_v=False,
     takes_turns=True,
     is_persistent=False,
 )
@@ -64,14 +64,13 @@ def schedules(head_dim: int, head_dim_v: int) -> set[ForwardSchedule]:
 def smem_parts(schedule: ForwardSchedule) -> dict[str, int]:
     """Bytes of every part of a CTA's shared memory, each rounded up to where the next may begin."""
     warpgroups = schedule.tile_m // WGMMA_ROWS
-    slab_dims = schedule.head_dim
-    if schedule.o_shares_q:
-        slab_dims = max(schedule.head_dim, schedule.head_dim_v)
-    barriers = 2 * (warpgroups + 2 * schedule.stages)  # full and empty, of Q, K and V stages
+    # Full and empty, of Q, K and V stages and two messages; one for O in the stages of V.
+    barriers = 2 * (warpgroups + 2 * schedule.stages + 2) + 1
+    messages = 2 * 10 + 32 + 1  # words of two messages, tiles of a round, and its marks
     parts = {
-        "barriers": barriers * 8,
-        "q": warpgroups * WGMMA_ROWS * slab_dims * 2,
-        "o": 0 if schedule.o_shares_q else schedule.tile_m * schedule.head_dim_v * 2,
+        "barriers": barriers * 8 + messages * 4,
+        "q": schedule.tile_m * schedule.head_dim * 2,
+        "o": 0 if schedule.o_shares_v else schedule.tile_m * schedule.head_dim_v * 2,
         "k": schedule.stages * schedule.tile_n * schedule.head_dim * 2,
         "v": schedule.stages * schedule.tile_n * schedule.head_dim_v * 2,
     }
@@ -151,26 +150,16 @@ def test_k_and_v_have_stages_enough_to_run_ahead(head_dim: int, head_dim_v: int)
 
 
 @pytest.mark.parametrize(("head_dim", "head_dim_v"), HEAD_DIM_PAIRS)
-def test_output_lies_over_no_other_warpgroups_queries(head_dim: int, head_dim_v: int) -> None:
-    """A warpgroup stores its output while the others still read their queries.
-
-    Where both lie in one buffer, slab w must hold whichever of the two is larger.
-    """
+def test_output_has_a_place_for_each_warpgroup(head_dim: int, head_dim_v: int) -> None:
+    """Each writes its own while the others may still be writing, or being stored."""
     for schedule in schedules(head_dim, head_dim_v):
-        slab = schedule.q_slab
-        warpgroups = range(schedule.consumer_warpgroups)
-        q = [range(w * slab, w * slab + WGMMA_ROWS * head_dim) for w in warpgroups]
-        if not schedule.o_shares_q:
-            assert slab == WGMMA_ROWS * head_dim
+        if not schedule.o_shares_v:
             assert smem_parts(schedule)["o"] == schedule.tile_m * head_dim_v * 2
             continue
-        o = [range(w * slab, w * slab + WGMMA_ROWS * head_dim_v) for w in warpgroups]
-        for w in warpgroups:
-            assert o[w].start == q[w].start
-            assert max(o[w].stop, q[w].stop) == (w + 1) * slab
-        assert slab * 2 % SWIZZLE_ATOM == 0
         assert smem_parts(schedule)["o"] == 0
-        assert smem_parts(schedule)["q"] == schedule.consumer_warpgroups * slab * 2
+        assert schedule.stages >= schedule.tile_m // WGMMA_ROWS
+        assert schedule.tile_n >= WGMMA_ROWS
+        assert schedule.tile_n * head_dim_v * 2 % SWIZZLE_ATOM == 0
 
 
 @pytest.mark.parametrize(("head_dim", "head_dim_v"), HEAD_DIM_PAIRS)
@@ -180,7 +169,7 @@ def test_no_longer_key_block_and_no_further_stage_would_fit(head_dim: int, head_
     )
     if schedule.tile_n < 128:
         with pytest.raises(ValueError):
-            dataclasses.replace(schedule, tile_n=schedule.tile_n + 16, stages=2, o_shares_q=True)
+            dataclasses.replace(schedule, tile_n=schedule.tile_n + 16, stages=2, o_shares_v=True)
     if schedule.stages < 3:
         with pytest.raises(ValueError, match="shared memory"):
             dataclasses.replace(schedule, stages=3)
@@ -217,6 +206,10 @@ def test_dtype_and_sink_do_not_change_the_schedule() -> None:
         ({"consumer_registers": 184}, "O, S and P need about 188 registers, more than 184"),
         ({"head_dim_v": 256}, "O, S and P need about 252 registers, more than 240"),
         ({"stages": 3}, "shared memory 263168 exceeds 232448 bytes"),
+        ({"o_shares_v": True, "tile_n": 48}, "o_shares_v=True needs a stage of 64 rows or more"),
+        ({"o_shares_v": True, "tile_m": 192}, "for each of 3 warpgroups; there are 2 of 128"),
+        ({"folds": True}, "folds=True needs is_persistent=True"),
+        ({"is_dynamic": True}, "is_dynamic=True needs is_persistent=True and folds=False"),
     ],
     ids=lambda value: str(value) if isinstance(value, dict) else "",
 )
@@ -242,11 +235,11 @@ def test_shared_memory_may_be_used_to_the_last_byte() -> None:
         tile_n=112,
         stages=5,
         consumer_registers=224,
-        o_shares_q=True,
+        o_shares_v=True,
     )
     assert full.smem_bytes == sum(smem_parts(full).values()) == SMEM_OF_A_CTA
     with pytest.raises(ValueError, match="shared memory 240640 exceeds 232448 bytes"):
-        dataclasses.replace(full, o_shares_q=False)
+        dataclasses.replace(full, o_shares_v=False)
 
 
 # -- what the cache and people rely on -----------------------------------------------------------
@@ -289,9 +282,16 @@ def test_description_says_what_the_schedule_does() -> None:
 def test_name_tells_schedules_of_one_kernel_apart() -> None:
     names = {
         dataclasses.replace(GOOD, **changes).name
-        for changes in ({}, {"tile_m": 64}, {"tile_n": 112}, {"is_persistent": True})
+        for changes in (
+            {},
+            {"tile_m": 64},
+            {"tile_n": 112},
+            {"is_persistent": True},
+            {"is_persistent": True, "folds": True},
+            {"is_persistent": True, "is_dynamic": True},
+        )
     }
-    assert len(names) == 4
+    assert len(names) == 6
     for name in names:
         assert re.fullmatch(r"\w+", name)
 
@@ -313,7 +313,7 @@ def test_table_has_a_row_for_every_schedule() -> None:
     for head_dim, head_dim_v in HEAD_DIM_PAIRS:
         written = [row for row in cells if row[:2] == [str(head_dim), str(head_dim_v)]]
         expected = {
-            dataclasses.replace(schedule, is_persistent=False, folds=False)
+            dataclasses.replace(schedule, is_persistent=False, folds=False, is_dynamic=False)
             for schedule in schedules(head_dim, head_dim_v)
         }
         assert len(written) == len(expected)

@@ -23,7 +23,7 @@ from fa4.emulator.execute import Options, Statistics, run_launch
 from fa4.emulator.host_library import library_of_compiled, library_of_spec
 from fa4.emulator.launch_record import Launch
 from fa4.emulator.memory import Allocation, GlobalMemory
-from fa4.launch import NO_LENGTHS, Lengths, result_shapes, scalar_arguments
+from fa4.launch import NO_LENGTHS, Lengths, result_shapes, scalar_arguments, tile_counter
 
 
 @dataclass(frozen=True)
@@ -157,12 +157,19 @@ def prepare_forward(
     # What the caller gave may keep its padding; what is ours must be written whole.
     uses[3] = TensorUse("out", has_content=not is_ours)
     uses[4] = TensorUse("lse", has_content=not wants_lse, is_output=wants_lse)
-    prepared = prepare(
-        spec,
+    arguments = (
         *(q, k, v, out, lse, *(lengths or NO_LENGTHS), sink),
         *scalar_arguments(problem, spec.schedule, multiprocessors),
         int(is_ours),
         int(wants_lse),
+    )
+    counter = tile_counter(spec.schedule, q.device)
+    if counter and counter[0] is not None:
+        uses[len(arguments)] = TensorUse("counter")
+    prepared = prepare(
+        spec,
+        *arguments,
+        *counter,
         device=DeviceModel(spec.arch, multiprocessors),
         uses=uses,
         check_unwritten=check_unwritten,

@@ -31,7 +31,7 @@ class KeyRange(NamedTuple):
 
 @cute.jit
 def key_range(
-    m_block: Int32,
+    first_row: Int32,
     seqlen_q: Int32,
     seqlen_k: Int32,
     left: Int32,
@@ -41,7 +41,10 @@ def key_range(
     tile_m: cutlass.Constexpr[int],
     tile_n: cutlass.Constexpr[int],
 ):
-    """Key range of the query rows [m_block * tile_m, ...) of a sequence.
+    """Key range of the ``tile_m`` query rows of a sequence from ``first_row`` on.
+
+    Rows may lie in front of the sequence, where the first of them sees what the mask would show it,
+    and behind it.
 
     Masks are aligned to the bottom right: row i sees the keys from i + seqlen_k - seqlen_q - left
     to i + seqlen_k - seqlen_q + right, both included, where there is such a bound.
@@ -53,7 +56,6 @@ def key_range(
         origin = cutlass.min(cutlass.max(diagonal - left, 0), seqlen_k)
     length = seqlen_k - origin
     diagonal = diagonal - origin
-    first_row = m_block * tile_m
     last_row = cutlass.min(first_row + tile_m, seqlen_q) - 1
 
     seen_end = length

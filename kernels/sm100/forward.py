@@ -606,7 +606,7 @@ class BlackwellForward:
         k = sequence_bounds(tile.batch_idx, call.rows_k, call.cu_seqlens_k, call.seqused_k)
         keys = tuple(
             key_range(
-                tile.m_block * schedule.query_tiles + i,
+                (tile.m_block * schedule.query_tiles + i) * schedule.tile_positions,
                 q.length,
                 k.length,
                 call.left,

@@ -430,7 +430,7 @@ class HopperBackwardDq:
         q = sequence_bounds(tile.batch_idx, call.rows_q, call.cu_seqlens_q, call.seqused_q)
         k = sequence_bounds(tile.batch_idx, call.rows_k, call.cu_seqlens_k, call.seqused_k)
         keys = key_range(
-            tile.m_block,
+            tile.m_block * (schedule.cluster * schedule.tile_m),
             q.length,
             k.length,
             call.left,

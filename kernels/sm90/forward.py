@@ -70,6 +70,8 @@ from fa4.pipelines.sm90 import WARPGROUP, ForwardSchedule
 
 ROWS = 64  # query rows of a warpgroup: M of one wgmma
 TILES_A_ROUND = 32  # bits of a word of marks
+MESSAGES = 2  # from load to attend: load is one ahead
+MESSAGE_WORDS = 10
 DTYPES = {"bf16": BFloat16, "fp16": Float16, "fp32": Float32}
 
 
@@ -79,6 +81,15 @@ class Barrier(IntEnum):
     TURN = 1
     EPILOGUE = 4
     ROUND = 7
+    VALUES_READ = 8
+
+
+class What(IntEnum):
+    """`Message.what` beside bits of tiles. REPEAT is added to the bit of a tile that is repeated."""
+
+    REPEAT = 32
+    ROUND = 64
+    END = 65
 
 
 class Tma(NamedTuple):
@@ -121,27 +132,60 @@ class Call(NamedTuple):
 
 
 class Work(NamedTuple):
-    """One query tile: which it is, the rows of its sequence, and the keys it sees."""
+    """One query tile: which it is, the rows of its sequence, and the keys it sees.
+
+    slab  its first 64 query rows, of all that the sequence is cut into
+    """
 
     tile: Tile
+    slab: Int32
     q: SequenceBounds
     k: SequenceBounds
     keys: KeyRange
 
 
-class Progress(NamedTuple):
-    """Where a role is in its round of tiles; the same in every role of a CTA.
+class Message(NamedTuple):
+    """What attend is to do next: a tile, with what load found out about it, or one of `What`.
 
-    first      the round's first item, a tile or a pair of tiles
-    number     of the round, from 0
-    tiles      bit i: the round's tile i is still to do; see `HopperForward.tile_of`
-    is_repeat  1 in the second pass, over the marked tiles
+    what        bit of the tile in its round, + REPEAT in its second pass; or ROUND: meet load, for
+                every tile sent so far is done; or END
+    slab        the tile's first 64 query rows, of all that the sequence is cut into
+    first, end  key blocks that are loaded for the tile
     """
 
+    what: Int32
+    slab: Int32
+    head_idx: Int32
+    batch_idx: Int32
+    q: SequenceBounds
+    k_length: Int32
     first: Int32
-    number: Int32
-    tiles: Int32
-    is_repeat: Int32
+    end: Int32
+
+    def words(self):
+        return (*self[:4], *self.q, *self[5:])
+
+    @staticmethod
+    def of_words(words):
+        return Message(*words[:4], SequenceBounds(*words[4:7]), *words[7:])
+
+
+class Mailbox(NamedTuple):
+    """Shared memory by which load directs attend.
+
+    full, empty   barriers of the messages, `MESSAGES` of each
+    messages      (MESSAGES * MESSAGE_WORDS,)
+    tiles         (TILES_A_ROUND,) tile indices of the round
+    marks         (1,) bit i: tile i of the round has to be repeated
+    o_stored      barrier: O has left the buffers of V (`o_shares_v`)
+    """
+
+    full: cute.Pointer
+    empty: cute.Pointer
+    messages: cute.Tensor
+    tiles: cute.Tensor
+    marks: cute.Tensor
+    o_stored: cute.Pointer
 
 
 @cute.jit
@@ -219,6 +263,7 @@ class HopperForward:
         max_ctas: Int32,
         fills_padding: Int32,
         stores_lse: Int32,
+        mCounter: Optional[cute.Tensor],
         stream: cuda.CUstream,
     ):
         """Launch the kernel.
@@ -234,6 +279,8 @@ class HopperForward:
         max_ctas        CTAs of a persistent kernel
         fills_padding   1: query rows of padding get output 0; 0: they are left alone
         stores_lse      0: mLSE is a placeholder
+        mCounter        (1,) int32 where CTAs take the next tile that nobody has taken: 0 before
+                        the launch and after it, and in use by no other launch meanwhile
         """
         schedule = self.schedule
         tile_n, warpgroups = schedule.tile_n, schedule.consumer_warpgroups
@@ -285,16 +332,20 @@ class HopperForward:
             a_source=warpgroup.OperandSource.RMEM,
         )
 
-        o_elements = 0 if schedule.o_shares_q else warpgroups * ROWS * head_dim_v
+        o_elements = 0 if schedule.o_shares_v else warpgroups * ROWS * head_dim_v
 
         @cute.struct
         class SharedStorage:
             q_barriers: cute.struct.MemRange[cutlass.Int64, 2 * warpgroups]
             k_barriers: cute.struct.MemRange[cutlass.Int64, 2 * schedule.stages]
             v_barriers: cute.struct.MemRange[cutlass.Int64, 2 * schedule.stages]
-            marks: cute.struct.MemRange[Int32, 2]
+            message_barriers: cute.struct.MemRange[cutlass.Int64, 2 * MESSAGES]
+            o_stored: cute.struct.MemRange[cutlass.Int64, 1]
+            messages: cute.struct.MemRange[Int32, MESSAGES * MESSAGE_WORDS]
+            tiles: cute.struct.MemRange[Int32, TILES_A_ROUND]
+            marks: cute.struct.MemRange[Int32, 1]
             sQ: cute.struct.Align[
-                cute.struct.MemRange[self.dtype, warpgroups * schedule.q_slab], 1024
+                cute.struct.MemRange[self.dtype, cute.cosize(sQ_layout)], 1024
             ]
             sO: cute.struct.Align[cute.struct.MemRange[self.dtype, o_elements], 1024]
             sK: cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(sK_layout)], 1024]
@@ -346,6 +397,7 @@ class HopperForward:
             o_tma,
             global_view.modes_reversed(mLSE),
             mSink,
+            mCounter,
             mma_qk,
             mma_pv,
             (sQ_layout, sK_layout, sV_layout, sVt_layout, sO_layout),
@@ -379,6 +431,7 @@ class HopperForward:
         o_tma: Tma,
         mLSE: cute.Tensor,
         mSink: Optional[cute.Tensor],
+        mCounter: Optional[cute.Tensor],
         mma_qk: cute.TiledMma,
         mma_pv: cute.TiledMma,
         layouts,
@@ -392,43 +445,52 @@ class HopperForward:
                 cpasync.prefetch_descriptor(tma.atom)
 
         storage = SmemAllocator().allocate(self.shared_storage)
-        sQ = storage.sQ.get_tensor(
-            self.with_slabs(sQ_layout.outer, schedule.q_slab), swizzle=sQ_layout.inner
-        )
+        sQ = storage.sQ.get_tensor(sQ_layout.outer, swizzle=sQ_layout.inner)
         sK = storage.sK.get_tensor(sK_layout.outer, swizzle=sK_layout.inner)
         sV = storage.sV.get_tensor(sV_layout.outer, swizzle=sV_layout.inner)
         sVt = storage.sV.get_tensor(sVt_layout.outer, swizzle=sVt_layout.inner)
-        if const_expr(schedule.o_shares_q):
-            # Each warpgroup's O lies over its own Q, and nobody else's.
-            sO = storage.sQ.get_tensor(
-                self.with_slabs(sO_layout.outer, schedule.q_slab), swizzle=sO_layout.inner
+        if const_expr(schedule.o_shares_v):
+            # Warpgroup w's O lies in stage w of V.
+            sO = storage.sV.get_tensor(
+                self.with_slabs(sO_layout.outer, schedule.tile_n * schedule.head_dim_v),
+                swizzle=sO_layout.inner,
             )
         else:
             sO = storage.sO.get_tensor(sO_layout.outer, swizzle=sO_layout.inner)
 
-        marks = storage.marks.get_tensor(cute.make_layout(2))
-        if warp_idx == 0:
-            marks[0] = 0
-            marks[1] = 0
-
-        warps = 4 * schedule.consumer_warpgroups
-        # With O in Q's slab, the warp that stored O gives the slab back, alone.
-        q_releases = 1 if schedule.o_shares_q else 4
+        warpgroups = schedule.consumer_warpgroups
         rings = Rings(
-            self.ring(storage.q_barriers, schedule.consumer_warpgroups, q_releases, sQ),
-            self.ring(storage.k_barriers, schedule.stages, warps, sK),
-            self.ring(storage.v_barriers, schedule.stages, warps, sV),
+            self.ring(storage.q_barriers, warpgroups, 4, sQ),
+            self.ring(storage.k_barriers, schedule.stages, 4 * warpgroups, sK),
+            self.ring(storage.v_barriers, schedule.stages, 4 * warpgroups, sV),
         )
+        message_barriers = storage.message_barriers.data_ptr()
+        box = Mailbox(
+            message_barriers,
+            message_barriers + MESSAGES,
+            storage.messages.get_tensor(cute.make_layout(MESSAGES * MESSAGE_WORDS)),
+            storage.tiles.get_tensor(cute.make_layout(TILES_A_ROUND)),
+            storage.marks.get_tensor(cute.make_layout(1)),
+            storage.o_stored.data_ptr(),
+        )
+        if warp_idx == 0:
+            with cute.arch.elect_one():
+                for i in cutlass.range_constexpr(MESSAGES):
+                    cute.arch.mbarrier_init(box.full + i, 1)
+                    cute.arch.mbarrier_init(box.empty + i, 4 * warpgroups)
+                cute.arch.mbarrier_init(box.o_stored, warpgroups)
+                box.marks[0] = 0
+            cute.arch.mbarrier_init_fence()
         pipeline.pipeline_init_arrive(is_relaxed=True)
         pipeline.pipeline_init_wait()
 
         if warp_idx < 4:
             cute.arch.setmaxregister_decrease(schedule.producer_registers)
             if warp_idx == 0:
-                self.load(q_tma, k_tma, v_tma, sQ, sK, sV, rings, marks, call)
+                self.load(q_tma, k_tma, v_tma, mCounter, sQ, sK, sV, rings, box, call)
         else:
             cute.arch.setmaxregister_increase(schedule.consumer_registers)
-            self.attend(mma_qk, mma_pv, o_tma, mLSE, mSink, sQ, sK, sVt, sO, rings, marks, call)
+            self.attend(mma_qk, mma_pv, o_tma, mLSE, mSink, sQ, sK, sVt, sO, rings, box, call)
 
     def with_slabs(self, layout: cute.Layout, slab: int):
         """(rows, dim, warpgroups) with the warpgroups' slabs ``slab`` elements apart."""
@@ -479,106 +541,218 @@ class HopperForward:
         )
         q = sequence_bounds(tile.batch_idx, call.rows_q, call.cu_seqlens_q, call.seqused_q)
         k = sequence_bounds(tile.batch_idx, call.rows_k, call.cu_seqlens_k, call.seqused_k)
-        keys = key_range(
-            tile.m_block,
-            q.length,
-            k.length,
+        # The last tile ends where the sequence does, and the first one may begin in front of it:
+        # causal, a tile with little to do should be one that sees few keys.
+        warpgroups = schedule.consumer_warpgroups
+        slabs = cute.ceil_div(q.rows, ROWS)
+        missing = cute.ceil_div(slabs, warpgroups) * warpgroups - slabs
+        slab = tile.m_block * warpgroups - missing
+        keys = self.keys_of(slab, warpgroups, q.length, k.length, call)
+        return Work(tile, slab, q, k, keys)
+
+    @cute.jit
+    def keys_of(
+        self,
+        slab: Int32,
+        slabs: cutlass.Constexpr[int],
+        seqlen_q: Int32,
+        seqlen_k: Int32,
+        call: Call,
+    ):
+        """Key range of some slabs of query rows of a sequence."""
+        features = self.features
+        return key_range(
+            slab * ROWS,
+            seqlen_q,
+            seqlen_k,
             call.left,
             call.right,
             features.has_left_bound,
             features.has_right_bound,
-            schedule.tile_m,
-            schedule.tile_n,
+            slabs * ROWS,
+            self.schedule.tile_n,
         )
-        return Work(tile, q, k, keys)
 
     @cute.jit
-    def first_round(self, call: Call):
-        """The CTA's first round of tiles."""
-        return self.round_from(Int32(cute.arch.block_idx()[0]), Int32(0), call)
+    def tile_at(self, position: Int32, call: Call):
+        """Index of the tile at a position of this CTA's order.
 
-    @cute.jit
-    def round_from(self, first: Int32, number: Int32, call: Call):
-        """Round ``number``, of items ``first``, first + CTAs, ...; no tiles behind the last one."""
-        tiles = Int32(1) if first < call.num_tiles else Int32(0)
-        if const_expr(self.schedule.is_persistent):
-            left = (call.num_tiles >> call.fold) - first
-            items = (left + cute.arch.grid_dim()[0] - 1) // cute.arch.grid_dim()[0]
-            count = cutlass.max(items, 0) << call.fold
-            tiles = (Int32(1) << count) - 1
-            if count >= TILES_A_ROUND:
-                tiles = Int32(-1)
-        return Progress(first, number, tiles, Int32(0))
-
-    @cute.jit
-    def tile_of(self, progress: Progress, call: Call):
-        """Index of the tile that comes next in a round.
-
-        An item is a tile; with ``fold`` the two tiles of a head that are equally far from its
-        longest and its shortest one. All of these take about the same time, so that every CTA
-        gets the same share, the keys of few heads are in use at a time, and the change of tile is
-        hidden.
+        A position is the tile index itself where a counter hands them out; else it counts the
+        tiles of this CTA, every n-th of all. With ``fold`` two positions are the two tiles of a
+        head that are equally far from its longest and its shortest one. All such pairs take about
+        the same time, so that every CTA gets the same share, and the keys of few heads are in use
+        at a time.
         """
-        i = lowest_bit(progress.tiles)
-        item = progress.first + (i >> call.fold) * cute.arch.grid_dim()[0]
+        if const_expr(self.schedule.is_dynamic):
+            return position
+        item = cute.arch.block_idx()[0] + (position >> call.fold) * cute.arch.grid_dim()[0]
         if const_expr(self.schedule.folds):
             if call.fold != 0:
                 items_a_head = call.num_m_blocks // 2
                 pair = item // items_a_head
                 block = item - pair * items_a_head
-                if i % 2 != 0:
+                if position % 2 != 0:
                     block = call.num_m_blocks - 1 - block
                 item = pair * call.num_m_blocks + block
         return item
 
     @cute.jit
-    def next_tile(
-        self,
-        progress: Progress,
-        marks: cute.Tensor,
-        call: Call,
-        is_load: cutlass.Constexpr[bool],
-    ):
-        """Go on to the next tile; at the end of a round first to those that must be repeated."""
-        schedule = self.schedule
-        first, number, is_repeat = progress.first, progress.number, progress.is_repeat
-        tiles = progress.tiles & (progress.tiles - 1)
-        if tiles == 0:
-            if is_repeat == 0:
-                # Every warpgroup has done its part of the round and marked it.
-                barrier = pipeline.NamedBarrier(
-                    barrier_id=Barrier.ROUND, num_threads=32 + schedule.threads - WARPGROUP
-                )
-                barrier.arrive_and_wait()
-                word = number % 2
-                tiles = cute.arch.make_warp_uniform(marks[word])
-                is_repeat = Int32(1)
-                if const_expr(schedule.is_persistent):
-                    # The other word has been read by all, and is used from the next round on.
-                    if const_expr(is_load):
-                        marks[1 - word] = 0
-                    barrier.arrive_and_wait()
-            if const_expr(schedule.is_persistent):
-                if tiles == 0:
-                    step = (TILES_A_ROUND >> call.fold) * cute.arch.grid_dim()[0]
-                    following = self.round_from(first + step, number + 1, call)
-                    first, number, tiles, is_repeat = following
-        return Progress(first, number, tiles, is_repeat)
+    def first_position(self, call: Call):
+        """(position of the first tile, first position that stands for no tile)."""
+        cta, ctas = cute.arch.block_idx()[0], cute.arch.grid_dim()[0]
+        if const_expr(self.schedule.is_dynamic):
+            return Int32(cta), call.num_tiles
+        items = ((call.num_tiles >> call.fold) - cta + ctas - 1) // ctas
+        return Int32(0), items << call.fold
 
     @cute.jit
-    def mark_overflow(self, regs: Fragments, progress: Progress, marks: cute.Tensor):
-        """Mark a tile for repetition if a sum or an output of this thread is infinite or NaN."""
-        excess = regs.row_sum[0] * 0.0 + regs.row_sum[1] * 0.0
-        for i in cutlass.range_constexpr(cute.size(regs.out)):
-            excess = regs.out[i] * 0.0 + excess
-        if progress.is_repeat == 0:
-            # NaN compares unequal to everything.
-            if cute.arch.vote_any_sync(excess != 0.0):
-                mark = marks.iterator + progress.number % 2
-                cute.arch.atomic_or(mark, progress.tiles & -progress.tiles, scope="cta")
+    def following(self, position: Int32, mCounter: Optional[cute.Tensor], call: Call):
+        """The position after this one.
+
+        Each tile is followed by one question to the counter, whoever asks, and the first tiles are
+        not asked for: so many questions as there are tiles, after which the counter is 0 again.
+        """
+        if const_expr(self.schedule.is_dynamic):
+            taken = Int32(0)
+            if cute.arch.lane_idx() == 0:
+                taken = cute.arch.inline_ptx(
+                    "atom.global.relaxed.gpu.inc.u32 {$w0}, [{$r0}], {$r1};",
+                    write_only_types=[Int32],
+                    read_only_args=[mCounter.iterator.toint(), call.num_tiles - 1],
+                )
+            return cute.arch.make_warp_uniform(taken) + cute.arch.grid_dim()[0]
+        return position + 1
+
+    @cute.jit
+    def mark_overflow(self, row_sum: cute.Tensor, rounded: cute.Tensor, bit: Int32, box: Mailbox):
+        """Mark a tile for repetition if a sum or an output of this thread is infinite or NaN.
+
+        rounded  the output in 16 bits: no average of finite values rounds to infinity
+        """
+        excess = row_sum[0] * 0.0 + row_sum[1] * 0.0
+        packed = cute.recast_tensor(rounded, Int32)
+        kind = accumulator.PACKED_TYPE[self.dtype]
+        # Four chains, for the latency of one would show.
+        zeros = [None] * 4
+        for i in cutlass.range_constexpr(cute.size(packed)):
+            chain = zeros[i % 4]
+            addend = "z" if const_expr(chain is None) else "{$r1}"
+            zeros[i % 4] = cute.arch.inline_ptx(
+                f"{{{{ .reg .b32 z; mov.b32 z, 0; fma.rn.{kind} {{$w0}}, {{$r0}}, z, {addend}; }}}}",
+                write_only_types=[Int32],
+                read_only_args=[packed[i]] if const_expr(chain is None) else [packed[i], chain],
+            )
+        # A zero of either sign, or NaN in either half.
+        some = (zeros[0] | zeros[1] | zeros[2] | zeros[3]) & 0x7FFF7FFF
+        # NaN compares unequal to everything.
+        if cute.arch.vote_any_sync((excess != 0.0) | (some != 0)):
+            cute.arch.atomic_or(box.marks.iterator, Int32(1) << bit, scope="cta")
+
+    @cute.jit
+    def send(self, box: Mailbox, count: Int32, message: Message):
+        """Load: the ``count``-th message, once attend has read the one before last."""
+        state = self.stage_at(count, MESSAGES, True)
+        cute.arch.mbarrier_wait(box.empty + state.index, state.phase)
+        if cute.arch.lane_idx() == 0:
+            for i, value in enumerate(message.words()):
+                box.messages[state.index * MESSAGE_WORDS + i] = value
+            cute.arch.mbarrier_arrive(box.full + state.index)
+
+    @cute.jit
+    def receive(self, box: Mailbox, count: Int32, call: Call):
+        """Attend: the ``count``-th message, the same in all lanes."""
+        state = self.stage_at(count, MESSAGES, False)
+        cute.arch.mbarrier_wait(box.full + state.index, state.phase)
+        words = [
+            cute.arch.make_warp_uniform(box.messages[state.index * MESSAGE_WORDS + i])
+            for i in range(MESSAGE_WORDS)
+        ]
+        cute.arch.sync_warp()
+        with cute.arch.elect_one():
+            cute.arch.mbarrier_arrive(box.empty + state.index)
+        cute.arch.sync_warp()
+        message = Message.of_words(words)
+        # What is the same for every tile needs no register.
+        q, k_length, first = message.q, message.k_length, message.first
+        if const_expr(not self.features.packed_q):
+            q = SequenceBounds(Int32(0), q.length, call.rows_q)
+        if const_expr(not self.q_is_ragged):
+            q = SequenceBounds(q.start, call.rows_q, call.rows_q)
+        if const_expr(not self.k_is_ragged):
+            k_length = call.rows_k
+        if const_expr(not self.features.has_left_bound):
+            first = Int32(0)
+        return Message(*message[:4], q, k_length, first, message.end)
 
     @cute.jit
     def load(
+        self,
+        q_tma: Tma,
+        k_tma: Tma,
+        v_tma: Tma,
+        mCounter: Optional[cute.Tensor],
+        sQ: cute.Tensor,
+        sK: cute.Tensor,
+        sV: cute.Tensor,
+        rings: Rings,
+        box: Mailbox,
+        call: Call,
+    ):
+        """Warp 0: choose tiles, send them to attend, and request their Q, K and V block by block,
+        as far ahead as buffers are free.
+
+        Waits for free stages of q, k and v and for read messages; the copies signal their full
+        barriers.
+        """
+        messages = Int32(0)
+        tiles_loaded = Int32(0)
+        blocks_loaded = Int32(0)
+        position, end = self.first_position(call)
+        no_tile = [Int32(0)] * (MESSAGE_WORDS - 1)
+        step = (q_tma, k_tma, v_tma, sQ, sK, sV, rings, box, call)
+        while position < end:
+            in_round = Int32(0)
+            while (position < end) & (in_round < TILES_A_ROUND):
+                tile_idx = self.tile_at(position, call)
+                work = self.locate(tile_idx, call)
+                if work.tile.m_block * self.schedule.tile_m < work.q.rows:
+                    box.tiles[in_round] = tile_idx
+                    blocks_loaded = self.load_tile(
+                        *step, work, in_round, messages, tiles_loaded, blocks_loaded
+                    )
+                    messages = messages + 1
+                    tiles_loaded = tiles_loaded + 1
+                    in_round = in_round + 1
+                # Not earlier: a tile that waits for this CTA could be with one that is idle.
+                position = self.following(position, mCounter, call)
+            self.send(box, messages, Message.of_words((Int32(What.ROUND), *no_tile)))
+            messages = messages + 1
+            self.round_barrier().arrive_and_wait()
+            # Every warpgroup has done its part of the round and marked it.
+            again = cute.arch.make_warp_uniform(box.marks[0])
+            if again != 0:
+                cute.arch.sync_warp()
+                box.marks[0] = 0
+                while again != 0:
+                    bit = lowest_bit(again)
+                    work = self.locate(box.tiles[bit], call)
+                    what = bit + What.REPEAT
+                    blocks_loaded = self.load_tile(
+                        *step, work, what, messages, tiles_loaded, blocks_loaded
+                    )
+                    messages = messages + 1
+                    tiles_loaded = tiles_loaded + 1
+                    again = again & (again - 1)
+        self.send(box, messages, Message.of_words((Int32(What.END), *no_tile)))
+        # No tail: barriers are this CTA's own, and its shared memory lives until its last warp.
+
+    def round_barrier(self):
+        """Where load waits for attend to be done with a round."""
+        threads = 32 + self.schedule.consumer_warpgroups * WARPGROUP
+        return pipeline.NamedBarrier(barrier_id=Barrier.ROUND, num_threads=threads)
+
+    @cute.jit
+    def load_tile(
         self,
         q_tma: Tma,
         k_tma: Tma,
@@ -587,53 +761,62 @@ class HopperForward:
         sK: cute.Tensor,
         sV: cute.Tensor,
         rings: Rings,
-        marks: cute.Tensor,
+        box: Mailbox,
         call: Call,
+        work: Work,
+        what: Int32,
+        messages: Int32,
+        tiles_loaded: Int32,
+        blocks_loaded: Int32,
     ):
-        """Warp 0: request Q, and K and V block by block, as far ahead as buffers are free.
-
-        Waits for free stages of q, k and v; the copies signal their full barriers.
-        """
+        """Send one tile and request what it reads; returns the new count of blocks loaded."""
         schedule = self.schedule
         warpgroups, stages = schedule.consumer_warpgroups, schedule.stages
-        blocks_loaded = Int32(0)
-        tiles_loaded = Int32(0)
-        progress = self.first_round(call)
-        while progress.tiles != 0:
-            work = self.locate(self.tile_of(progress, call), call)
-            tile, keys = work.tile, work.keys
-            if tile.m_block * schedule.tile_m < work.q.rows:
-                gQ = self.query_tiles(q_tma, work, work.q.length, schedule.head_dim)
-                gK = self.key_blocks(k_tma, work, call, schedule.head_dim)
-                gV = self.key_blocks(v_tma, work, call, schedule.head_dim_v)
-                num_blocks = keys.end - keys.first
-                last = keys.end - 1
-                if num_blocks > 0:
-                    state = self.stage_at(blocks_loaded, stages, True)
-                    self.load_block(k_tma, gK, sK, rings.k, last, state)
-                for w in cutlass.range_constexpr(warpgroups):
-                    state = self.stage_at(tiles_loaded * warpgroups + w, warpgroups, True)
-                    self.load_block(q_tma, gQ, sQ, rings.q, tile.m_block * warpgroups + w, state)
-                for i in cutlass.range(1, num_blocks, unroll=1):
-                    state = self.stage_at(blocks_loaded + i, stages, True)
-                    self.load_block(k_tma, gK, sK, rings.k, last - i, state)
-                    state = self.stage_at(blocks_loaded + i - 1, stages, True)
-                    self.load_block(v_tma, gV, sV, rings.v, last - i + 1, state)
-                if num_blocks > 0:
-                    state = self.stage_at(blocks_loaded + num_blocks - 1, stages, True)
-                    self.load_block(v_tma, gV, sV, rings.v, keys.first, state)
-                blocks_loaded = blocks_loaded + num_blocks
-                tiles_loaded = tiles_loaded + 1
-            progress = self.next_tile(progress, marks, call, True)
-        # No tail: barriers are this CTA's own, and its shared memory lives until its last warp.
+        tile, keys = work.tile, work.keys
+        message = Message(
+            what,
+            work.slab,
+            tile.head_idx,
+            tile.batch_idx,
+            work.q,
+            work.k.length,
+            keys.first,
+            keys.end,
+        )
+        self.send(box, messages, message)
+        gQ = self.query_slabs(q_tma, message, work.q.length, schedule.head_dim)
+        gK = self.key_blocks(k_tma, work, call, schedule.head_dim)
+        gV = self.key_blocks(v_tma, work, call, schedule.head_dim_v)
+        num_blocks = keys.end - keys.first
+        last = keys.end - 1
+        if num_blocks > 0:
+            state = self.stage_at(blocks_loaded, stages, True)
+            self.load_block(k_tma, gK, sK, rings.k, last, state)
+        for w in cutlass.range_constexpr(warpgroups):
+            state = self.stage_at(tiles_loaded * warpgroups + w, warpgroups, True)
+            self.load_block(q_tma, gQ, sQ, rings.q, cutlass.max(work.slab + w, 0), state)
+        for i in cutlass.range(1, num_blocks, unroll=1):
+            state = self.stage_at(blocks_loaded + i, stages, True)
+            self.load_block(k_tma, gK, sK, rings.k, last - i, state)
+            if const_expr(schedule.o_shares_v):
+                if i == 1:
+                    cute.arch.mbarrier_wait(box.o_stored, (tiles_loaded & 1) ^ 1)
+            state = self.stage_at(blocks_loaded + i - 1, stages, True)
+            self.load_block(v_tma, gV, sV, rings.v, last - i + 1, state)
+        if const_expr(schedule.o_shares_v):
+            if num_blocks <= 1:
+                cute.arch.mbarrier_wait(box.o_stored, (tiles_loaded & 1) ^ 1)
+        if num_blocks > 0:
+            state = self.stage_at(blocks_loaded + num_blocks - 1, stages, True)
+            self.load_block(v_tma, gV, sV, rings.v, keys.first, state)
+        return blocks_loaded + num_blocks
 
-    def query_tiles(self, tma: Tma, work: Work, length: Int32, dim: int):
-        """Rows of q or o of a tile's sequence and head, cut into (ROWS, dim, tiles)."""
-        tile = work.tile
+    def query_slabs(self, tma: Tma, message: Message, length: Int32, dim: int):
+        """Rows of q or o of a tile's sequence and head, cut into (ROWS, dim, slabs)."""
         # Packed sequences are told apart by their rows, not by a batch mode.
-        batch_idx = Int32(0) if self.features.packed_q else tile.batch_idx
+        batch_idx = Int32(0) if self.features.packed_q else message.batch_idx
         rows = global_view.one_sequence(
-            tma.tensor, tma.units, work.q.start, length, tile.head_idx, batch_idx
+            tma.tensor, tma.units, message.q.start, length, message.head_idx, batch_idx
         )
         return cute.local_tile(rows, (ROWS, dim), (None, 0))
 
@@ -679,7 +862,7 @@ class HopperForward:
         sVt: cute.Tensor,
         sO: cute.Tensor,
         rings: Rings,
-        marks: cute.Tensor,
+        box: Mailbox,
         call: Call,
     ):
         """Consumer warpgroups: scores, softmax, P V and output of 64 query rows each.
@@ -713,43 +896,87 @@ class HopperForward:
 
         blocks_read = Int32(0)
         tiles_read = Int32(0)
-        progress = self.first_round(call)
-        while progress.tiles != 0:
-            work = self.locate(self.tile_of(progress, call), call)
-            keys = work.keys
-            first_row = work.tile.m_block * schedule.tile_m
-            if first_row < work.q.rows:
-                row = first_row + wg * ROWS + thread // 32 * 16 + thread % 32 // 4
+        messages_read = Int32(0)
+        message = self.receive(box, messages_read, call)
+        while message.what != What.END:
+            if message.what == What.ROUND:
+                self.round_barrier().arrive()
+            else:
+                q = message.q
+                is_repeat = message.what >= What.REPEAT
+                slab = message.slab + wg
+                keys = self.keys_of(slab, 1, q.length, message.k_length, call)
+                row = slab * ROWS + thread // 32 * 16 + thread % 32 // 4
                 place = Place(wg, thread, row, thread % 4 * 2)
                 q_state = pipeline.PipelineState(warpgroups, tiles_read, wg, tiles_read & 1)
                 rings.q.consumer_wait(q_state)
                 regs.out.fill(0.0)
                 regs.row_max.fill(-Float32.inf)
                 regs.row_sum.fill(0.0)
-                if keys.first < keys.end:
+                # Blocks of the tile that other warpgroups see and this one does not.
+                blocks = message.end - message.first
+                before = cutlass.min(message.end - keys.end, blocks)
+                sees_keys = (keys.first < keys.end) & (slab >= 0)
+                sees_last = sees_keys & (before <= 0)
+                if not sees_last:
+                    self.give_back_values(box, place, tiles_read)
+                if sees_keys:
+                    after = blocks - before - (keys.end - keys.first)
+                    blocks_read = self.pass_blocks(rings, place, blocks_read, before, before)
                     blocks_read = self.attend_keys(
-                        mma_qk, mma_pv, regs, rings, place, keys, progress, call, blocks_read
+                        mma_qk,
+                        mma_pv,
+                        regs,
+                        rings,
+                        place,
+                        keys,
+                        is_repeat,
+                        box,
+                        call,
+                        blocks_read,
+                        tiles_read if sees_last else Int32(0),
                     )
-                if const_expr(not schedule.o_shares_q):
-                    rings.q.consumer_release(q_state)
-                self.normalise(mLSE, mSink, regs, place, work, call)
-                self.mark_overflow(regs, progress, marks)
-                self.store_output(
-                    mma_pv,
-                    o_tma,
-                    regs.out,
-                    sO,
-                    rings.q,
-                    q_state,
-                    place,
-                    work,
-                    progress.is_repeat,
-                    call,
-                )
+                    blocks_read = self.pass_blocks(rings, place, blocks_read, after, after)
+                else:
+                    blocks_read = self.pass_blocks(rings, place, blocks_read, blocks, blocks - 1)
+                rings.q.consumer_release(q_state)
+                self.normalise(mLSE, mSink, regs, place, message, call)
+                rounded = cute.make_rmem_tensor_like(regs.out, self.dtype)
+                accumulator.round_into(rounded, regs.out)
+                if not is_repeat:
+                    self.mark_overflow(regs.row_sum, rounded, message.what, box)
+                self.store_output(mma_pv, o_tma, rounded, sO, place, message, call)
                 tiles_read = tiles_read + 1
-            progress = self.next_tile(progress, marks, call, False)
+            messages_read = messages_read + 1
+            message = self.receive(box, messages_read, call)
         # Shared memory has to outlive the copies that read it.
         cute.arch.cp_async_bulk_wait_group(0, read=True)
+
+    @cute.jit
+    def pass_blocks(
+        self, rings: Rings, place: Place, blocks_read: Int32, count: Int32, turns: Int32
+    ):
+        """Let ``count`` blocks and ``turns`` turns go by; returns the new count of blocks read."""
+        schedule = self.schedule
+        for i in cutlass.range(count, unroll=1):
+            if const_expr(schedule.takes_turns):
+                if i < turns:
+                    self.turn(place.warpgroup).arrive_and_wait()
+                    self.turn((place.warpgroup + 1) % schedule.consumer_warpgroups).arrive()
+            state = self.stage_at(blocks_read + i, schedule.stages, False)
+            for ring in (rings.k, rings.v):
+                ring.consumer_wait(state)
+                ring.consumer_release(state)
+        return blocks_read + cutlass.max(count, 0)
+
+    @cute.jit
+    def give_back_values(self, box: Mailbox, place: Place, tiles_read: Int32):
+        """Tell load that the O of the tile before has left the buffers of V, once it has."""
+        if const_expr(self.schedule.o_shares_v):
+            if (place.thread // 32 == 0) & (tiles_read > 0):
+                with cute.arch.elect_one():
+                    cute.arch.cp_async_bulk_wait_group(0, read=True)
+                    cute.arch.mbarrier_arrive(box.o_stored)
 
     def turn(self, wg):
         """Barrier at which warpgroup ``wg`` waits for its turn to issue matmuls."""
@@ -764,11 +991,13 @@ class HopperForward:
         rings: Rings,
         place: Place,
         keys: KeyRange,
-        progress: Progress,
+        is_repeat: cutlass.Boolean,
+        box: Mailbox,
         call: Call,
         blocks_read: Int32,
+        tiles_stored: Int32,
     ):
-        """All key blocks of one query tile, last to first; returns the new count of blocks read.
+        """The key blocks that this warpgroup's rows see, last to first; returns the new count of blocks read.
 
         P V of a block is issued behind Q K of the next one, so that the tensor cores go on while
         a softmax starts. Leaves the unnormalised output and the row statistics in registers.
@@ -779,10 +1008,13 @@ class HopperForward:
         """
         schedule, features = self.schedule, self.features
 
+        # Descriptors of buffers are made in uniform registers only of what is known to be uniform.
+        blocks_read = cute.arch.make_warp_uniform(blocks_read)
         # The first block has nothing to overlap with.
         k_state = self.stage_at(blocks_read, schedule.stages, False)
         rings.k.consumer_wait(k_state)
         self.matmul(mma_qk, regs.scores, regs.q, regs.k[None, None, None, k_state.index], False)
+        self.give_back_values(box, place, tiles_stored)
         warpgroup.wait_group(0)
         rings.k.consumer_release(k_state)
         self.softmax(regs, place, keys, call, keys.end - 1, is_first=True, is_masked=True)
@@ -791,21 +1023,22 @@ class HopperForward:
         # What is left, in the order of visiting: [clear_end, rest) masked by the right bound,
         # [clear_first, clear_end) whole, [first, clear_first) masked by the left bound. A tile
         # that is repeated goes through all of it as if masked.
-        rest = keys.end - 1
-        clear_end = cutlass.min(keys.clear_end, rest)
-        if progress.is_repeat != 0:
+        last = keys.end - 1
+        clear_end = cutlass.min(keys.clear_end, last)
+        if is_repeat:
             clear_end = keys.first
         clear_first = cutlass.min(keys.clear_first, clear_end)
         step = (mma_qk, mma_pv, regs, rings, place, keys, call)
-        for i in cutlass.range(rest - clear_end, unroll=1):
-            self.block_step(*step, rest - 1 - i, blocks_read + i, is_masked=True)
-        blocks_read = blocks_read + (rest - clear_end)
-        rest = clear_end
-        for i in cutlass.range(rest - clear_first, unroll=1):
-            self.block_step(*step, rest - 1 - i, blocks_read + i, is_masked=False)
-        blocks_read = blocks_read + (rest - clear_first)
+        # Else the numbers are worked out again at the end of every block.
+        uniform = cute.arch.make_warp_uniform
+        for i in cutlass.range(uniform(last - clear_end), unroll=1):
+            self.block_step(*step, last - 1 - i, blocks_read + i, is_masked=True)
+        blocks_read = blocks_read + (last - clear_end)
+        for i in cutlass.range(uniform(clear_end - clear_first), unroll=1):
+            self.block_step(*step, clear_end - 1 - i, blocks_read + i, is_masked=False)
+        blocks_read = blocks_read + (clear_end - clear_first)
         if const_expr(features.has_left_bound):
-            for i in cutlass.range(clear_first - keys.first, unroll=1):
+            for i in cutlass.range(uniform(clear_first - keys.first), unroll=1):
                 self.block_step(*step, clear_first - 1 - i, blocks_read + i, is_masked=True)
             blocks_read = blocks_read + (clear_first - keys.first)
 
@@ -954,15 +1187,15 @@ class HopperForward:
         mSink: Optional[cute.Tensor],
         regs: Fragments,
         place: Place,
-        work: Work,
+        message: Message,
         call: Call,
     ):
         """Divide the output by its row sums, and store the LSE if it is wanted."""
-        tile, q = work.tile, work.q
+        q, head_idx = message.q, message.head_idx
         has_sink = const_expr(self.features.sink_dtype is not None)
         sink_log2 = Float32(0.0)
         if const_expr(has_sink):
-            sink_log2 = mSink[tile.head_idx].to(Float32) * LOG2_E
+            sink_log2 = mSink[head_idx].to(Float32) * LOG2_E
         for r in cutlass.range_constexpr(2):
             factor, lse = finish_row(
                 regs.row_max[r], regs.row_sum[r], self.scale_log2(call), sink_log2, has_sink
@@ -973,11 +1206,11 @@ class HopperForward:
                 factor = Float32(0.0)
                 lse = -Float32.inf
             regs.rescale[r] = factor
-            if (call.stores_lse != 0) & (place.thread % 4 == 0) & (row < q.rows):
+            if (call.stores_lse != 0) & (place.thread % 4 == 0) & (0 <= row) & (row < q.rows):
                 if const_expr(self.features.packed_q):
-                    mLSE[q.start + row, tile.head_idx] = lse
+                    mLSE[q.start + row, head_idx] = lse
                 else:
-                    mLSE[row, tile.head_idx, tile.batch_idx] = lse
+                    mLSE[row, head_idx, message.batch_idx] = lse
         scale_rows(accumulator.by_row(regs.out), regs.rescale)
 
     @cute.jit
@@ -985,13 +1218,10 @@ class HopperForward:
         self,
         mma_pv: cute.TiledMma,
         o_tma: Tma,
-        out: cute.Tensor,
+        rounded: cute.Tensor,
         sO: cute.Tensor,
-        q_ring: pipeline.PipelineAsync,
-        q_state: pipeline.PipelineState,
         place: Place,
-        work: Work,
-        is_repeat: Int32,
+        message: Message,
         call: Call,
     ):
         """Registers -> stmatrix -> this warpgroup's slab -> TMA store, clipped to the sequence."""
@@ -1001,38 +1231,42 @@ class HopperForward:
         stores = cute.arch.make_warp_uniform(place.thread // 32) == 0
         slab = sO[None, None, wg]
 
-        # The slab is free once the previous tile's copy has read it (own buffer), and once every
-        # warp of the warpgroup is done with Q (shared buffer).
         if stores:
-            if is_repeat != 0:
-                # Two copies to one place are in no order until the first is complete.
-                cute.arch.cp_async_bulk_wait_group(0)
-            cute.arch.cp_async_bulk_wait_group(0, read=True)
-        barrier.arrive_and_wait()
+            with cute.arch.elect_one():
+                if message.what >= What.REPEAT:
+                    # Two copies to one place are in no order until the first is complete.
+                    cute.arch.cp_async_bulk_wait_group(0)
+                elif const_expr(not schedule.o_shares_v):
+                    # The slab is free once the previous tile's copy has read it.
+                    cute.arch.cp_async_bulk_wait_group(0, read=True)
+        if const_expr(schedule.o_shares_v):
+            # The previous tile's copy has: load has been told. Values are free once all have
+            # multiplied by them.
+            threads = schedule.consumer_warpgroups * WARPGROUP
+            pipeline.NamedBarrier(
+                barrier_id=Barrier.VALUES_READ, num_threads=threads
+            ).arrive_and_wait()
+        else:
+            barrier.arrive_and_wait()
         stmatrix = cute.make_copy_atom(warp.StMatrix8x8x16bOp(False, 4), self.dtype)
         r2s = cute.make_tiled_copy_C(stmatrix, mma_pv)
         thr = r2s.get_slice(place.thread)
-        rounded = cute.make_rmem_tensor_like(out, self.dtype)
-        accumulator.round_into(rounded, out)
         cute.copy(r2s, thr.retile(rounded), thr.partition_D(slab))
         # Make these writes visible to the TMA engine before anyone starts it.
         cute.arch.fence_proxy("async.shared", space="cta")
         barrier.arrive_and_wait()
-        if stores:
-            stored_rows = work.q.rows
+        if stores & (message.slab + wg >= 0):
+            stored_rows = message.q.rows
             if const_expr(self.q_is_ragged):
-                stored_rows = work.q.rows if call.fills_padding != 0 else work.q.length
-            gO = self.query_tiles(o_tma, work, stored_rows, schedule.head_dim_v)
+                stored_rows = stored_rows if call.fills_padding != 0 else message.q.length
+            gO = self.query_slabs(o_tma, message, stored_rows, schedule.head_dim_v)
             whole = cute.make_layout(1)
             tOsO, tOgO = cpasync.tma_partition(
                 o_tma.atom, 0, whole, cute.group_modes(slab, 0, 2), cute.group_modes(gO, 0, 2)
             )
-            m_idx = work.tile.m_block * schedule.consumer_warpgroups + wg
-            cute.copy(o_tma.atom, tOsO, tOgO[None, m_idx])
-            cute.arch.cp_async_bulk_commit_group()
-            if const_expr(schedule.o_shares_q):
-                cute.arch.cp_async_bulk_wait_group(0, read=True)
-                q_ring.consumer_release(q_state)
+            with cute.arch.elect_one():
+                cute.copy(o_tma.atom, tOsO, tOgO[None, message.slab + wg])
+                cute.arch.cp_async_bulk_commit_group()
 
 
 def compile_forward(
@@ -1081,6 +1315,7 @@ def compile_forward(
         Int32(1),
         Int32(1),
         Int32(1),
+        fake(Int32, (1,), (1,)) if schedule.is_dynamic else None,
         cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True),
         options=f"--enable-tvm-ffi --gpu-arch {arch} {options}".strip(),
     )

@@ -36,12 +36,13 @@ class Variant(NamedTuple):
 
 SHARED_BUFFER = Variant(
     Case((130,), (300,), 2, 1, head_dim=128),
-    {"o_shares_q": True, "is_persistent": True, "stages": 2},
+    {"o_shares_v": True, "is_persistent": True, "stages": 2},
 )
 VARIANTS = [
     Variant(Case((130,), (400,), 2, 1), {}),
     Variant(Case((200,), (400,), 1, 1, causal=True), {}),
     Variant(Case((200,), (400,), 1, 1, head_dim=128), {"is_persistent": False}),
+    Variant(Case((200,), (400,), 2, 1, head_dim=128), {"is_dynamic": True}),
     Variant(Case((30, 1, 90), (60, 7, 300), 1, 1, packed_q=True, packed_k=True), {}),
     SHARED_BUFFER,
 ]

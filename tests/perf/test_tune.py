@@ -29,7 +29,7 @@ RULE = ForwardSchedule(
     stages=2,
     consumer_registers=240,
     producer_registers=24,
-    o_shares_q=False,
+    o_shares_v=False,
     takes_turns=True,
     is_persistent=False,
 )
@@ -44,8 +44,8 @@ def test_tiles_are_all_that_fit_once_each_and_never_the_rule() -> None:
     assert (192, 128) not in sizes  # 64 + 64 + 32 registers of 160, and addresses
     # The most stages that fit beside a tile, and O in its own buffer where there is room.
     by_size = dict(zip(sizes, found, strict=True))
-    assert (by_size[128, 64].stages, by_size[128, 64].o_shares_q) == (4, False)
-    assert (by_size[128, 176].stages, by_size[128, 176].o_shares_q) == (2, True)
+    assert (by_size[128, 64].stages, by_size[128, 64].o_shares_v) == (4, False)
+    assert (by_size[128, 176].stages, by_size[128, 176].o_shares_v) == (2, True)
     assert found == sorted(found, key=tune.rank)
     assert tune.tiles(RULE) == found
 
