@@ -57,3 +57,26 @@ def round_into(rounded: cute.Tensor, acc: cute.Tensor):
             write_only_types=[Int32],
             read_only_args=[acc[2 * i + 1], acc[2 * i]],
         )
+
+
+@cute.jit
+def has_infinity(rounded: cute.Tensor):
+    """Whether a bf16 or fp16 fragment of this thread holds an infinity or NaN.
+
+    Half an instruction a value: 0 * x + sum of two at once stays 0 for finite x.
+    """
+    packed = cute.recast_tensor(rounded, Int32)
+    kind = PACKED_TYPE[rounded.element_type]
+    zero = "{{ .reg .b32 z; mov.b32 z, 0;"
+    # Four chains, because the latency of one would show.
+    sums: list = [None] * 4
+    for i in cutlass.range_constexpr(cute.size(packed)):
+        before = sums[i % 4]
+        addend = "z" if cutlass.const_expr(before is None) else "{$r1}"
+        sums[i % 4] = cute.arch.inline_ptx(
+            f"{zero} fma.rn.{kind} {{$w0}}, {{$r0}}, z, {addend}; }}}}",
+            write_only_types=[Int32],
+            read_only_args=[packed[i], *([] if cutlass.const_expr(before is None) else [before])],
+        )
+    # Zeros of either sign, or NaN in either half.
+    return ((sums[0] | sums[1] | sums[2] | sums[3]) & 0x7FFF7FFF) != 0

@@ -8,29 +8,33 @@ Method: FA2 (query tile outer, key blocks inner, online softmax), FA3 sections 3
 turns between warpgroups: one computes softmax while the other keeps the tensor cores busy).
 
 Roles (1 + W warpgroups; W = tile_m / 64)
-  warpgroup 0       load      warp 0 issues every TMA load; its three other warps only give up
-                              their registers
+  warpgroup 0       load      warp 0 chooses tiles, sends them to attend and issues every TMA load;
+                              its three other warps only give up their registers
   warpgroups 1..W   attend    each owns 64 query rows from the first score to the stored output
 
 Shared memory (sizes in elements of q's type; `ForwardSchedule.smem_bytes`)
   sQ   (64, head_dim, W)               one slab a warpgroup
   sK   (tile_n, head_dim, stages)
   sV   (tile_n, head_dim_v, stages)    read transposed, as the N-major B operand of P V
-  sO   (64, head_dim_v, W)             one slab a warpgroup; Q's own slab if o_shares_q
+  sO   (64, head_dim_v, W)             one slab a warpgroup; in sV, a stage each, if o_shares_v
 
-Hand-offs (all `PipelineTmaAsync`)
-  q    stage = warpgroup. Filled by load; released by the warpgroup after its last score, or after
-       its output has left shared memory when O shares the slab
+Hand-offs
+  messages  `Mailbox`: what to do next. Load is one tile ahead
+  q    stage = warpgroup. Filled by load; released by the warpgroup after its last score
   k,v  filled by load in the order K(n), then K(n-1), V(n), K(n-2), V(n-1) ...; released by every
        warp of every warpgroup as soon as the matmul that reads it is done
+  o    where it leaves through V's buffers, load asks for the next tile's first V when the copies
+       have read them
+
+Causal: each warpgroup goes through the blocks that its own rows see, and lets the others go by.
 
 Blocks are visited from the last to the first, so that the masked ones (sequence end, diagonal)
 come first and the loop over whole blocks carries no mask code. The masked ones find the rows'
 maxima by online softmax; the whole ones keep these as reference (`online_softmax.
 kept_reference_step`), and raise them only where probabilities become large. Should a sum or an
 output overflow fp32 all the same (a score e^88 times as likely as the reference in one block), the
-CTA does that tile again with online softmax throughout: every `TILES_A_ROUND` tiles, load and
-attend meet and go through the tiles that are marked. What a tile goes through depends on its own
+CTA does that tile again with online softmax throughout: every `TILES_A_ROUND` tiles, load waits for
+attend and sends the tiles that it has marked once more. What a tile goes through depends on its own
 data alone.
 
 Run on H200s: docs/gpu_runs.md.
@@ -85,7 +89,7 @@ class Barrier(IntEnum):
 
 
 class What(IntEnum):
-    """`Message.what` beside bits of tiles. REPEAT is added to the bit of a tile that is repeated."""
+    """`Message.what` beside bits of tiles; REPEAT is added to the bit of a repeated tile."""
 
     REPEAT = 32
     ROUND = 64
@@ -344,9 +348,7 @@ class HopperForward:
             messages: cute.struct.MemRange[Int32, MESSAGES * MESSAGE_WORDS]
             tiles: cute.struct.MemRange[Int32, TILES_A_ROUND]
             marks: cute.struct.MemRange[Int32, 1]
-            sQ: cute.struct.Align[
-                cute.struct.MemRange[self.dtype, cute.cosize(sQ_layout)], 1024
-            ]
+            sQ: cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(sQ_layout)], 1024]
             sO: cute.struct.Align[cute.struct.MemRange[self.dtype, o_elements], 1024]
             sK: cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(sK_layout)], 1024]
             sV: cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(sV_layout)], 1024]
@@ -480,7 +482,6 @@ class HopperForward:
                     cute.arch.mbarrier_init(box.empty + i, 4 * warpgroups)
                 cute.arch.mbarrier_init(box.o_stored, warpgroups)
                 box.marks[0] = 0
-            cute.arch.mbarrier_init_fence()
         pipeline.pipeline_init_arrive(is_relaxed=True)
         pipeline.pipeline_init_wait()
 
@@ -630,22 +631,9 @@ class HopperForward:
         rounded  the output in 16 bits: no average of finite values rounds to infinity
         """
         excess = row_sum[0] * 0.0 + row_sum[1] * 0.0
-        packed = cute.recast_tensor(rounded, Int32)
-        kind = accumulator.PACKED_TYPE[self.dtype]
-        # Four chains, for the latency of one would show.
-        zeros = [None] * 4
-        for i in cutlass.range_constexpr(cute.size(packed)):
-            chain = zeros[i % 4]
-            addend = "z" if const_expr(chain is None) else "{$r1}"
-            zeros[i % 4] = cute.arch.inline_ptx(
-                f"{{{{ .reg .b32 z; mov.b32 z, 0; fma.rn.{kind} {{$w0}}, {{$r0}}, z, {addend}; }}}}",
-                write_only_types=[Int32],
-                read_only_args=[packed[i]] if const_expr(chain is None) else [packed[i], chain],
-            )
-        # A zero of either sign, or NaN in either half.
-        some = (zeros[0] | zeros[1] | zeros[2] | zeros[3]) & 0x7FFF7FFF
         # NaN compares unequal to everything.
-        if cute.arch.vote_any_sync((excess != 0.0) | (some != 0)):
+        found = (excess != 0.0) | accumulator.has_infinity(rounded)
+        if cute.arch.vote_any_sync(found):
             cute.arch.atomic_or(box.marks.iterator, Int32(1) << bit, scope="cta")
 
     @cute.jit
@@ -997,7 +985,9 @@ class HopperForward:
         blocks_read: Int32,
         tiles_stored: Int32,
     ):
-        """The key blocks that this warpgroup's rows see, last to first; returns the new count of blocks read.
+        """The key blocks that this warpgroup's rows see, last to first.
+
+        Returns the new count of blocks read. Gives V's buffers back if ``tiles_stored`` is above 0.
 
         P V of a block is issued behind Q K of the next one, so that the tensor cores go on while
         a softmax starts. Leaves the unnormalised output and the row statistics in registers.

@@ -1,6 +1,6 @@
 """Our Hopper forward kernels are free of races, and would not be without their synchronisation.
 
-Every schedule kind, persistent and not, with O in its own buffer and in Q's; a single emulated
+Every schedule kind, persistent and not, with O in its own buffer and in V's; a single emulated
 multiprocessor makes a CTA take several tiles, and there are more key blocks than stages.
 """
 
@@ -16,6 +16,7 @@ from fa4.emulator.execute import Options
 from fa4.emulator.mutation import score, sync_instructions
 from fa4.launch import Lengths
 from tests.oracle import Case, Inputs, assert_matches, bits, make_inputs
+from tests.score_jumps import raise_scores
 
 INTERLEAVINGS = [
     Options("round_robin", check_races=True),
@@ -58,8 +59,10 @@ class Prepared(NamedTuple):
         return bytes(bits(self.out).numpy().tobytes() + bits(self.lse).numpy().tobytes())
 
 
-def prepare(variant: Variant) -> Prepared:
+def prepare(variant: Variant, jumps: dict[int, float] | None = None) -> Prepared:
     inputs = make_inputs(variant.case)
+    if jumps:
+        raise_scores(inputs, jumps)
     decision = fa4.explain(
         inputs.q, inputs.k, inputs.v, **inputs.lengths, **inputs.options, arch="sm_90a"
     )
@@ -83,31 +86,28 @@ def test_kernel_is_free_of_races_under_every_interleaving(variant: Variant) -> N
         assert_matches(prepared.out, prepared.lse, prepared.inputs)
 
 
-# What is reported when one of them is missing from the kernel with O in Q's buffer, in the order of
-# the text; None is nothing, because the instruction is redundant there.
+# What is reported when one of them is missing from a kernel with O in V's buffers, in the order of
+# the text; None is nothing, because the instruction is redundant there or not modelled.
 FAULTS = {
     "mbarrier-init fence": ["MissingProxyFence"],
     "proxy fence": ["MissingProxyFence"],
     "bulk commit": ["DataRace"],
-    # The third, behind the store, gives the buffer back. The others come after it: before a tile
-    # is stored again, before the next store, and before the kernel ends.
-    "bulk wait": [None, None, "DataRace", None],
-    # The barrier after initialisation; two at the end of a round for the attending warps; the
-    # warpgroups' turns, for speed alone, in each pass over the keys; the one before O is written,
-    # where a warp overwrites rows of Q that only it reads; the one behind; the end of a round for
-    # the loading warp.
+    # Two give V's buffers back, for warpgroups that see the last key and those that do not; before
+    # a tile is stored again, where copies read and write in one step; before the kernel ends.
+    "bulk wait": [*2 * ["DataRace"], None, "UnfinishedCopy"],
+    # The barrier after initialisation; the end of a round for load; the warpgroups' turns, for
+    # speed alone but where one lets a block go by; before O is written to V's buffers; behind that.
     "named barrier sync": [
-        "DataRace",
-        *2 * ["Deadlock"],
-        *3 * [None],
-        "DataRace",
-        *2 * ["Deadlock"],
+        *2 * ["DataRace"],
+        *4 * [None],
+        "Deadlock",
+        *2 * ["DataRace"],
     ],
 }
 
 
 def test_missing_synchronisation_is_reported() -> None:
-    prepared = prepare(SHARED_BUFFER)
+    prepared = prepare(SHARED_BUFFER, {100: 150.0})  # one of its tiles is repeated
     every = sync_instructions(prepared.run.launches[0].ptx)
     chosen = [instruction for instruction in every if instruction.kind in FAULTS]
     verdicts = score(prepared.run, prepared.result, INTERLEAVINGS[:1], chosen)
