@@ -19,9 +19,12 @@ go to `fa4.flash_attn_with_kvcache`, which shares the keys of a sequence out ove
 Packing. Documents in one row are told from cu_seq_lens_q and cu_seq_lens_k where the caller gives
 them, else from position_ids that start again, as transformers' own masks tell them.
 
+Continuous batching (`model.generate_batch`) of transformers 5.17 and 5.18: with "paged|" before the
+name, "paged|fa4_kernels". Later versions admit no implementation but their own.
+
 What cannot be right is refused with an error: dropout, 4-dimensional masks, mask patterns other
 than causal, bidirectional, sliding window and packed (chunked attention, blocks of an image),
-attention weights, continuous batching, a static cache inside torch.compile.
+attention weights, a static cache or continuous batching inside torch.compile.
 
 The default name is without "flash" on purpose: transformers replaces names that contain it by
 other implementations for some models, with no more than a warning.
@@ -48,6 +51,7 @@ from fa4.kvcache import flash_attn_with_kvcache
 
 NAME = "fa4_kernels"
 MAX_DECODED_ROWS = 8  # queries of a sequence that are still few
+PAGED = "paged|"  # before the names of attention over a paged cache
 DOCUMENTS = torch.int32  # dtype of a mask that numbers documents instead of marking padding
 
 
@@ -69,12 +73,21 @@ def register(name: str = NAME, *, backend: str = "fa4") -> None:
         raise ValueError(f"name={name!r} is an attention implementation of transformers already.")
     AttentionInterface.register(name, functools.partial(attention, backend))
     AttentionMaskInterface.register(name, padding_mask)
+    # Without a mask function: continuous batching has lengths in the place of masks.
+    AttentionInterface.register(PAGED + name, functools.partial(paged_attention, backend))
 
 
 # -- attention -----------------------------------------------------------------------------------
 
 # Arguments that some models or generation modes give, and that change what is computed.
-_REFUSED = ("output_attentions", "position_bias", "attention_bias", "head_mask", "cache")
+_REFUSED = (
+    "output_attentions",
+    "position_bias",
+    "attention_bias",
+    "head_mask",
+    "cache",
+    "block_table",
+)
 
 
 def attention(
@@ -227,6 +240,165 @@ def _same_lengths(device: torch.device, batch: int, length: int) -> Tensor:
 def _kept_lengths(device: torch.device, batch: int, length: int) -> Tensor:
     with torch.inference_mode(False):
         return torch.full((batch,), length, dtype=torch.int32, device=device)
+
+
+# -- continuous batching -------------------------------------------------------------------------
+
+
+def paged_attention(
+    backend: str,
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    cache: Any = None,
+    cu_seq_lens_q: Tensor | None = None,
+    cu_seq_lens_k: Any = None,
+    max_seqlen_q: int | None = None,
+    max_seqlen_k: Any = None,
+    read_index: Any = None,
+    write_index: Any = None,
+    **others: Any,
+) -> tuple[Tensor, None]:
+    """transformers' attention function for continuous batching: new tokens of several requests.
+
+    query          (1, heads, total_q, head_dim), request after request; key and value likewise
+    cache          transformers' PagedAttentionCache, which the new keys and values are written to
+    cu_seq_lens_q  (requests + 1,): request i has the rows cu[i] to cu[i+1] - 1 of query
+    cu_seq_lens_k, max_seqlen_k
+                   likewise of keys, cached ones included; by kind of layer where there are several
+    read_index     of each group of layers, where in the cache the keys of all requests lie; empty
+                   where nothing but the new ones is attended to
+    write_index    of each group of layers, where the new ones go
+
+    Layers without a window read the cache where it lies. The others attend to a copy, because a new
+    key may take the place of one that earlier queries of its request still see.
+
+    Returns ((1, total_q, heads, head_dim), None); rows of no request are 0.
+    """
+    if cache is None:
+        raise ValueError(
+            f"attn_implementation={PAGED!r} and a name is for continuous batching, which gives a "
+            "cache; use the name alone."
+        )
+    _refuse(dropout, attention_mask, others)
+    if is_traced(query):
+        raise NotImplementedError(
+            "continuous batching inside torch.compile is not supported by fa4: leave "
+            "default_compile_level at 0."
+        )
+    if value.shape[-1] != key.shape[-1]:
+        raise NotImplementedError(
+            f"values have head_dim {value.shape[-1]} and keys {key.shape[-1]}: transformers' paged "
+            "cache has room for one head_dim."
+        )
+    layer = _layer_of(cache, module.layer_idx)
+    if isinstance(cu_seq_lens_k, dict):
+        kind = "full_attention" if layer.window is None else "sliding_attention"
+        cu_seq_lens_k, max_seqlen_k = cu_seq_lens_k[kind], max_seqlen_k[kind]
+    assert cu_seq_lens_q is not None
+    cu_seqlens_q, cu_seqlens_k = cu_seq_lens_q.int(), cu_seq_lens_k.int()
+    options: dict[str, Any] = {
+        "softmax_scale": scaling,
+        "causal": True,
+        "softcap": softcap,
+        "sink": None if s_aux is None else s_aux.contiguous(),
+        "backend": backend,
+    }
+    if layer.window is not None:
+        options["window_size"] = (layer.window - 1, 0)
+    query, key, value = _in_half_precision(module, query, key, value)
+    q = query[0].transpose(0, 1)
+    rows = read_index[layer.group]
+    if layer.k_pages is not None and layer.v_pages is not None and rows.numel() > 0:
+        for cached, new in ((layer.k_pages, key), (layer.v_pages, value)):
+            cached.flatten(0, 1).index_copy_(0, write_index[layer.group], new[0].transpose(0, 1))
+        page_table, lengths = _pages_in_use(rows, cu_seqlens_k, max_seqlen_k, layer)
+        try:
+            out = flash_attn_with_kvcache(
+                *(q, layer.k_pages, layer.v_pages),
+                cache_seqlens=lengths,
+                page_table=page_table,
+                cu_seqlens_q=cu_seqlens_q,
+                max_seqlen_q=max_seqlen_q,
+                **options,
+            )
+        except UnsupportedProblemError:
+            pass  # the kernels for packed sequences may have an answer, or the better reasons
+        else:
+            assert isinstance(out, Tensor)
+            return out[None], None
+    k, v = cache.update(
+        key_states=key,
+        value_states=value,
+        layer_idx=module.layer_idx,
+        read_index=read_index,
+        write_index=write_index,
+    )
+    out = _varlen(q, k, v, options, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k)
+    return out[None], None
+
+
+class _CachedLayer(NamedTuple):
+    """What a PagedAttentionCache has of a layer.
+
+    group             number of the layers that share a read_index and a write_index
+    is_first          whether it is the first of them
+    window            keys that a query sees, itself included; None for all
+    k_pages, v_pages  (pages, page_size, heads_kv, head_dim); None for a layer with a window, whose
+                      rows are used in turn
+    """
+
+    group: int
+    is_first: bool
+    window: int | None
+    k_pages: Tensor | None
+    v_pages: Tensor | None
+
+
+def _layer_of(cache: Any, layer_idx: Any) -> _CachedLayer:
+    if hasattr(cache, "layer_to_allocator"):  # transformers 5.18
+        allocator = cache.layer_to_allocator[layer_idx]
+        is_first = layer_idx == allocator.layer_indices[0]
+        if not allocator.supports_block_table:
+            return _CachedLayer(allocator.index, is_first, allocator.sliding_window, None, None)
+        pages = allocator.get_cache_for_block_table(layer_idx)
+        return _CachedLayer(allocator.index, is_first, None, *pages)
+    group, place = cache.layer_index_to_group_indices[layer_idx]
+    window = cache.sliding_windows[layer_idx]
+    if window != 1:  # which stands for none
+        return _CachedLayer(group, place == 0, window, None, None)
+    k_rows, v_rows = cache.key_cache[place], cache.value_cache[place]
+    pages = (rows.unflatten(0, (-1, cache.block_size)) for rows in (k_rows, v_rows))
+    return _CachedLayer(group, place == 0, None, *pages)
+
+
+def _pages_in_use(
+    rows: Tensor, cu_seqlens_k: Tensor, max_seqlen_k: int, layer: _CachedLayer
+) -> tuple[Tensor, Tensor]:
+    """((requests, pages), (requests,)) int32: the page table and lengths of cached requests.
+
+    rows  (keys,): row of the cache of each key, request after request, page after page
+
+    The first layer of those that share ``rows`` works it out in each step, for all of them: what an
+    earlier step has left is no good to a CUDA graph, which must contain the work.
+    """
+    assert layer.k_pages is not None
+    found: tuple[Tensor, Tensor] | None = getattr(rows, "_fa4_pages", None)
+    if layer.is_first or found is None:
+        page_size = layer.k_pages.shape[1]
+        firsts = torch.arange(0, max_seqlen_k, page_size, device=rows.device)
+        # Pages past the end of a request are not read.
+        firsts = (cu_seqlens_k[:-1, None] + firsts).clamp(max=rows.numel() - 1)
+        page_table = rows[firsts].div(page_size, rounding_mode="floor").int()
+        found = page_table, cu_seqlens_k.diff()
+        rows._fa4_pages = found  # type: ignore[attr-defined]
+    return found
 
 
 # -- packing -------------------------------------------------------------------------------------

@@ -36,6 +36,7 @@ pytestmark = [
 DEVICE = "cuda"
 BACKEND = "fa4"
 NAME = "fa4_hopper"
+PAGED_NAME = f"paged|{NAME}"
 BATCH, LENGTH = 4, 150  # more than a tile of keys
 BF16 = torch.bfloat16
 
@@ -46,6 +47,7 @@ def registered() -> Iterator[None]:
     yield
     for interface in (transformers.AttentionInterface, transformers.AttentionMaskInterface):
         interface._global_mapping.pop(NAME)
+    transformers.AttentionInterface._global_mapping.pop(PAGED_NAME)
 
 
 def models(name: str) -> tuple[Any, Any]:
@@ -144,6 +146,67 @@ def test_greedy_generation_writes_what_the_float32_model_finds_likeliest(
         shortfall = logits.amax(-1) - logits.gather(-1, chosen)[..., 0]
         shortfalls.append(float(shortfall.max()) / float(logits.abs().max()))
     assert shortfalls[0] <= max(1.5 * shortfalls[1], 0.05)
+
+
+takes_paged_names = pytest.mark.skipif(
+    "paged|sdpa" not in transformers.AttentionInterface(),
+    reason=f"transformers {transformers.__version__} admits no implementation but its own",
+)
+
+
+def generate_batch(model: Any, prompts: list[list[int]], uses_graphs: bool) -> list[list[int]]:
+    """9 tokens after each prompt by continuous batching, 64 tokens a step in blocks of 16."""
+    results = model.generate_batch(
+        prompts,
+        generation_config=transformers.GenerationConfig(
+            max_new_tokens=9, do_sample=False, eos_token_id=-1, pad_token_id=0
+        ),
+        continuous_batching_config=transformers.ContinuousBatchingConfig(
+            block_size=16, num_blocks=64, max_batch_tokens=64, use_cuda_graph=uses_graphs
+        ),
+        progress_bar=False,
+    )
+    assert [result.error for result in results.values()] == [None] * len(prompts)
+    by_request = sorted(results.items(), key=lambda item: int(item[0].split("_")[-1]))
+    return [result.generated_tokens for _, result in by_request]
+
+
+def some_prompts() -> list[list[int]]:
+    return [tokens(1, length)[0].tolist() for length in (5, 70, 2, 101, 30)]
+
+
+@takes_paged_names
+@pytest.mark.parametrize("uses_graphs", [False, True], ids=["eager", "graphs"])
+@pytest.mark.parametrize("name", DECODERS)
+def test_continuous_batching_writes_what_the_float32_model_finds_likeliest(
+    name: str, uses_graphs: bool
+) -> None:
+    half, wide = models(name)
+    prompts = some_prompts()
+    half.set_attn_implementation(PAGED_NAME)
+    written = generate_batch(half, prompts, uses_graphs)
+    half.set_attn_implementation("eager")
+    shortfalls: dict[str, list[float]] = {"ours": [], "eager": []}
+    for prompt, ours in zip(prompts, written, strict=True):
+        ids = torch.tensor([prompt], device=DEVICE)
+        eager = half.generate(ids, max_new_tokens=9, do_sample=False)[0, len(prompt) :].tolist()
+        for whose, answer in (("ours", ours), ("eager", eager)):
+            with torch.no_grad():
+                logits = wide(torch.tensor([prompt + answer], device=DEVICE)).logits[0]
+            logits = logits[len(prompt) - 1 : -1]
+            chosen = logits.gather(-1, torch.tensor(answer, device=DEVICE)[:, None])[:, 0]
+            shortfall = (logits.amax(-1) - chosen).max() / logits.abs().max()
+            shortfalls[whose].append(float(shortfall))
+    assert max(shortfalls["ours"]) <= max(1.5 * max(shortfalls["eager"]), 0.05)
+
+
+@takes_paged_names
+def test_continuous_batching_runs_our_kernels_and_no_other_attention() -> None:
+    half, _ = models("llama")
+    half.set_attn_implementation(PAGED_NAME)
+    prompts = some_prompts()
+    names = kernels_of(lambda: generate_batch(half, prompts, uses_graphs=False))
+    assert_ours(names, "forward", "decode")
 
 
 def test_packed_documents_do_not_see_each_other() -> None:

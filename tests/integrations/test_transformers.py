@@ -28,6 +28,7 @@ from tests.integrations.tiny_models import (  # noqa: E402  it imports transform
 )
 
 NAME = "fa4_reference"
+PAGED_NAME = f"paged|{NAME}"
 BATCH, LENGTH = 4, 13
 MODELS = [*DECODERS, *ENCODERS]
 WINDOWED = ("gemma2", "gpt_oss", "modernbert")
@@ -40,6 +41,7 @@ def registered() -> Iterator[None]:
     yield
     for interface in (transformers.AttentionInterface, transformers.AttentionMaskInterface):
         interface._global_mapping.pop(NAME)
+    transformers.AttentionInterface._global_mapping.pop(PAGED_NAME)
 
 
 def logits(model: Any, implementation: str, **inputs: Any) -> Tensor:
@@ -378,6 +380,126 @@ def test_holes_and_windows_are_refused_in_a_compiled_model_no_kernel_ran(kind: s
             forward(mask)
 
 
+# -- continuous batching -------------------------------------------------------------------------
+
+takes_paged_names = pytest.mark.skipif(
+    "paged|sdpa" not in transformers.AttentionInterface(),
+    reason=f"transformers {transformers.__version__} admits no implementation but its own",
+)
+
+
+@pytest.fixture
+def unwritten_is_nan(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was never written in a paged cache is NaN; and a CPU has memory, psutil or not."""
+    module = transformers.generation.continuous_batching.cache
+    create = module.PagedAttentionCache.__init__
+
+    def poisoned(self: Any, *args: Any, **options: Any) -> None:
+        create(self, *args, **options)
+        if hasattr(self, "cache_tensor"):  # bytes, in transformers 5.18
+            self.cache_tensor.fill_(255)
+        else:
+            for rows in (*self.key_cache, *self.value_cache):
+                rows.fill_(torch.nan)
+
+    monkeypatch.setattr(module.PagedAttentionCache, "__init__", poisoned)
+    for handler in vars(module).values():
+        if hasattr(handler, "get_available_memory"):
+            monkeypatch.setattr(handler, "get_available_memory", lambda self: 1 << 30)
+
+
+def generate_batch(model: Any, prompts: list[list[int]], new_tokens: int) -> list[list[int]]:
+    """16 tokens a step, in blocks of 4: long prompts go in pieces, beside requests that write."""
+    results = model.generate_batch(
+        prompts,
+        generation_config=transformers.GenerationConfig(
+            max_new_tokens=new_tokens, do_sample=False, eos_token_id=-1, pad_token_id=0
+        ),
+        continuous_batching_config=transformers.ContinuousBatchingConfig(
+            block_size=4, num_blocks=64, max_batch_tokens=16
+        ),
+        progress_bar=False,
+    )
+    assert [result.error for result in results.values()] == [None] * len(prompts)
+    by_request = sorted(results.items(), key=lambda item: int(item[0].split("_")[-1]))
+    return [result.generated_tokens for _, result in by_request]
+
+
+def prompts_and_answers(model: Any, new_tokens: int) -> tuple[list[list[int]], list[list[int]]]:
+    """Prompts of several lengths, and what eager attention writes after each alone."""
+    prompts = [tokens(1, length)[0].tolist() for length in (5, 13, 2, 21, 8)]
+    model.set_attn_implementation("eager")
+    written = [
+        model.generate(torch.tensor([prompt]), max_new_tokens=new_tokens, do_sample=False)
+        for prompt in prompts
+    ]
+    return prompts, [ids[0, -new_tokens:].tolist() for ids in written]
+
+
+@takes_paged_names
+@pytest.mark.usefixtures("unwritten_is_nan")
+@pytest.mark.parametrize("name", DECODERS)
+def test_continuous_batching_writes_what_each_request_gets_alone_no_kernel_ran(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = make_model(name)
+    prompts, expected = prompts_and_answers(model, 9)
+    calls = {"paged": 0, "copied": 0}
+    paged, copied = fa4_transformers.flash_attn_with_kvcache, fa4_transformers._varlen
+
+    def count(kind: str, function: Any) -> Any:
+        def counted(*args: Any, **options: Any) -> Any:
+            calls[kind] += 1
+            return function(*args, **options)
+
+        return counted
+
+    monkeypatch.setattr(fa4_transformers, "flash_attn_with_kvcache", count("paged", paged))
+    monkeypatch.setattr(fa4_transformers, "_varlen", count("copied", copied))
+    model.set_attn_implementation(PAGED_NAME)
+    assert generate_batch(model, prompts, 9) == expected
+    assert model.config._attn_implementation == PAGED_NAME
+    # Two layers; the first step has nothing cached, and windows need copies.
+    if name in WINDOWED:
+        assert calls["copied"] == calls["paged"] + 2 > 10
+    else:
+        assert calls["paged"] > 10
+        assert calls["copied"] == 2
+
+
+@takes_paged_names
+@pytest.mark.usefixtures("unwritten_is_nan")
+def test_where_pages_have_no_kernel_a_copy_is_attended_to_no_kernel_ran(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model = make_model("llama")
+    prompts, expected = prompts_and_answers(model, 4)
+
+    def refuse(*args: Any, **options: Any) -> None:
+        raise fa4.UnsupportedProblemError("no kernel")
+
+    monkeypatch.setattr(fa4_transformers, "flash_attn_with_kvcache", refuse)
+    model.set_attn_implementation(PAGED_NAME)
+    assert generate_batch(model, prompts, 4) == expected
+
+
+def test_paged_attention_without_a_paged_cache_is_refused_no_kernel_ran() -> None:
+    module, (q, k, v) = attention_module(torch.float32), heads_first()
+    paged_attention = fa4_transformers.paged_attention
+    with pytest.raises(ValueError, match="for continuous batching, which gives a cache"):
+        paged_attention("reference", module, q, k, v, None)
+    with pytest.raises(NotImplementedError, match="block_table is given"):
+        paged_attention("reference", module, q, k, v, None, cache=1, block_table=torch.zeros(1))
+    with pytest.raises(NotImplementedError, match="values have head_dim 8 and keys 16"):
+        paged_attention("reference", module, q, k, v[..., :8], None, cache=1)
+
+    def traced(q: Tensor) -> Tensor:
+        return paged_attention("reference", module, q, k, v, None, cache=1)[0]
+
+    with pytest.raises(Exception, match=r"continuous batching inside torch\.compile"):
+        torch.compile(traced, backend="eager", fullgraph=True)(q)
+
+
 # -- what is refused -----------------------------------------------------------------------------
 
 
@@ -389,6 +511,7 @@ def test_what_attention_cannot_do_is_refused_by_name_no_kernel_ran() -> None:
         ({"output_attentions": True}, "output_attentions is given"),
         ({"position_bias": torch.zeros(1)}, "position_bias is given"),
         ({"cache": object()}, "cache is given"),
+        ({"block_table": torch.zeros(1)}, "block_table is given"),
     ]
     for options, words in refused:
         with pytest.raises(NotImplementedError, match=words):
