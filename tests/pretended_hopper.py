@@ -28,7 +28,7 @@ KERNEL_ARGUMENTS = (
     *("q", "k", "v", "out", "lse"),
     *("cu_seqlens_q", "cu_seqlens_k", "seqused_q", "seqused_k", "sink"),
     *("softmax_scale", "softcap", "left", "right", "heads_in_group", "max_ctas"),
-    *("fills_padding", "stores_lse"),
+    *("fills_padding", "stores_lse", "counter"),
 )
 
 
@@ -85,8 +85,13 @@ class FakeKernel:
                 raise ValueError(f"Misaligned Tensor data on argument {name}")
         for name in KERNEL_ARGUMENTS[10:12]:
             assert type(arguments[name]) is float, name
-        for name in KERNEL_ARGUMENTS[12:]:
+        for name in KERNEL_ARGUMENTS[12:-1]:
             assert type(arguments[name]) is int, name
+        if self.spec.schedule.is_dynamic:
+            counter = arguments["counter"]
+            assert (counter.dtype, counter.tolist()) == (torch.int32, [0])
+        else:
+            assert arguments["counter"] is None
 
     def compute(
         self,
@@ -105,6 +110,7 @@ class FakeKernel:
         stores_lse: int,
         heads_in_group: int,
         max_ctas: int,
+        counter: Tensor | None,
         **lengths: Tensor | None,
     ) -> None:
         features = self.features

@@ -611,6 +611,7 @@ TENSOR_NAMES = {
     "mO": "out",
     "mLSE": "lse",
     "mSink": "sink",
+    "mCounter": "counter",
     "mCuQ": "cu_seqlens_q",
     "mCuK": "cu_seqlens_k",
     "mUsedQ": "seqused_q",

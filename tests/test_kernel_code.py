@@ -215,7 +215,7 @@ def test_c65_the_compiled_function_takes_what_a_launch_passes(options: dict[str,
     """Its signature is in its refusal of too few arguments."""
     wanted = features(64, 64, options)
     function: Callable[..., Any] = compiler.get_kernel(spec_of(wanted))
-    with pytest.raises(TypeError, match="Expects 18 parameters") as refusal:
+    with pytest.raises(TypeError, match="Expects 19 parameters") as refusal:
         function()
     signature = re.search(r"`\w+\((.*)\)`", str(refusal.value))
     assert signature is not None
@@ -234,16 +234,17 @@ def test_c65_the_compiled_function_takes_what_a_launch_passes(options: dict[str,
         "mUsedQ": ("int32", 1) if wanted.has_seqused_q else None,
         "mUsedK": ("int32", 1) if wanted.has_seqused_k else None,
         "mSink": None if wanted.sink_dtype is None else (dtypes[wanted.sink_dtype], 1),
+        "mCounter": ("int32", 1) if forward_schedule(wanted).is_dynamic else None,
     }
     for name, contract in expected.items():
         if contract is None:
             assert parameters[name] == "None"
             continue
-        # Every extent has a name of its own: nothing about sizes is compiled in.
+        # Every extent has a name of its own: nothing about sizes is compiled in. The counter is one.
         extents, dtype = re.fullmatch(r"Tensor\(\[(.*)\], (\w+)\)", parameters[name]).groups()
         assert (dtype, len(extents.split(", "))) == contract
-        assert re.fullmatch(r"n\d+(, n\d+)*", extents)
-    scalars = [parameters[name] for name in KERNEL_ARGUMENTS[10:]]
+        assert re.fullmatch("1" if name == "mCounter" else r"n\d+(, n\d+)*", extents)
+    scalars = [parameters[name] for name in KERNEL_ARGUMENTS[10:-1]]
     assert scalars == ["float32"] * 2 + ["int32"] * 6
     with pytest.raises(ValueError, match="expected device_type=cuda"):
         function(*example_arguments(wanted))
@@ -266,7 +267,8 @@ def example_arguments(wanted: ForwardFeatures) -> list[Any]:
     ]
     sink = None if wanted.sink_dtype is None else torch.zeros(1, dtype=torch.bfloat16)
     lse = torch.zeros((1,) * (modes_q - 1))
-    return [q, k, k, q, lse, *lengths, sink, 1.0, 0.0, 0, 0, 1, 1, 1, 1]
+    counter = torch.zeros(1, dtype=torch.int32) if forward_schedule(wanted).is_dynamic else None
+    return [q, k, k, q, lse, *lengths, sink, 1.0, 0.0, 0, 0, 1, 1, 1, 1, counter]
 
 
 # -- reading machine code ------------------------------------------------------------------------

@@ -847,13 +847,39 @@ def test_a_captured_graph_replays_with_changed_inputs(case):
         assert torch.equal(lse, eager_lse)
 
 
+def test_graphs_that_replay_at_once_do_not_disturb_each_other():
+    """Each counts the tiles of packed sequences in memory of its own."""
+    inputs = make_inputs(STREAM_CASES[1], DEVICE)
+    expected = attend(inputs, BACKEND)
+    torch.cuda.synchronize()
+    replays = []
+    for _ in range(3):
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            result = attend(inputs, BACKEND)
+        replays.append((graph, result, torch.cuda.Stream()))
+    for _ in range(10):
+        for _, result, _ in replays:
+            for tensor in result:
+                tensor.fill_(torch.nan)
+        torch.cuda.synchronize()
+        for graph, _, stream in replays:
+            with torch.cuda.stream(stream):
+                graph.replay()
+        attend(inputs, BACKEND)
+        torch.cuda.synchronize()
+        for _, result, _ in replays:
+            for actual, wanted in zip(result, expected, strict=True):
+                assert torch.equal(bits(actual), bits(wanted))
+
+
 def test_two_streams_do_not_disturb_each_other():
     pairs = []
-    for case in STREAM_CASES:
+    for case in (*STREAM_CASES, STREAM_CASES[1]):
         inputs = make_inputs(case, DEVICE)
         pairs.append((inputs, attend(inputs, BACKEND), torch.cuda.Stream()))
     torch.cuda.synchronize()
-    results: list[list[tuple[Tensor, Tensor]]] = [[], []]
+    results: list[list[tuple[Tensor, Tensor]]] = [[] for _ in pairs]
     for _ in range(20):
         for (inputs, _, stream), collected in zip(pairs, results, strict=True):
             with torch.cuda.stream(stream):
