@@ -271,10 +271,18 @@ def two_kernel_schedules(features: BackwardFeatures) -> TwoKernelSchedules:
 
 
 def _dkv_schedule(features: BackwardFeatures) -> DkvSchedule:
-    if (features.head_dim, features.head_dim_v) == (256, 256):
-        # Measured on an H200, 4k: 739 TFLOP/s executed full, 679 causal; 519 and 530 with the best
-        # of blocks of 48 to 80 rows, two stages of Q, with and without clusters.
+    head_dims = features.head_dim, features.head_dim_v
+    # Measured on an H200, 4k, TFLOP/s executed full/causal.
+    if head_dims == (256, 256):
+        # 739/679; 519/530 with the best of blocks of 48 to 80 rows, two stages of Q, with and
+        # without clusters.
         return DkvSchedule(256, 256, tile_m=48, q_stages=3, grad_stages=2, cluster=2)
+    if features.score == "plain":
+        # A third Q to load while S of one block and dK of the block before use two.
+        if head_dims == (192, 128):  # 629/572; blocks of 112 rows, two stages of Q 534/488
+            return DkvSchedule(192, 128, tile_m=80, q_stages=3, grad_stages=2)
+        if head_dims == (128, 128):  # 677/611; two stages of Q 565/487
+            return DkvSchedule(128, 128, tile_m=128, q_stages=3, grad_stages=2)
     # With softcap the derivative of a block is kept beside its probabilities.
     largest = 128 if features.score == "plain" else 64
     for grad_stages, smallest in ((2, 48), (1, 16)):
