@@ -81,7 +81,8 @@ class Traffic:
     """Bytes of one launch.
 
     loaded, stored   by TMA, into and out of multiprocessors; a copy that reaches over the end of a
-                     sequence counts whole: clipping is done on the way to memory
+                     sequence counts whole: clipping is done on the way to memory. What lies in
+                     front of a sequence is loaded and not stored
     hbm_least        of HBM: each input read once, the output written once
     """
 
@@ -93,16 +94,18 @@ class Traffic:
 def forward_traffic(case: Case, schedule: ForwardSchedule) -> Traffic:
     """Of the Hopper forward kernel for a dense case.
 
-    Every query tile loads itself and the key blocks up to the last one it sees.
+    Every query tile loads itself and the key blocks up to the last one it sees. The last tile
+    ends with the last 64 rows of the sequence, and the first one may begin in front of it.
     """
     seqlen_q, seqlen_k = case.lengths_q[0], case.lengths_k[0]
     tile_m, tile_n = schedule.tile_m, schedule.tile_n
     tiles = math.ceil(seqlen_q / tile_m)
+    tiles_end = math.ceil(seqlen_q / 64) * 64
     blocks = 0
     for tile in range(tiles):
         seen = seqlen_k
         if case.causal:
-            last_row = min((tile + 1) * tile_m, seqlen_q) - 1
+            last_row = min(tiles_end - (tiles - 1 - tile) * tile_m, seqlen_q) - 1
             seen = max(0, min(seqlen_k, last_row + seqlen_k - seqlen_q + 1))
         blocks += math.ceil(seen / tile_n)
     pairs = case.batch * case.heads_q
@@ -112,7 +115,7 @@ def forward_traffic(case: Case, schedule: ForwardSchedule) -> Traffic:
     q_and_o = WORD_BYTES * case.batch * seqlen_q * case.heads_q * (case.head_dim + case.head_dim_v)
     return Traffic(
         loaded=loaded,
-        stored=pairs * WORD_BYTES * tiles * tile_m * schedule.head_dim_v,
+        stored=pairs * WORD_BYTES * tiles_end * schedule.head_dim_v,
         hbm_least=q_and_o + case.kv_bytes,
     )
 
