@@ -155,16 +155,22 @@ def _unwanted_lse(device: torch.device, modes: int) -> Tensor:
 
 
 def heads_in_group(problem: AttentionProblem) -> int:
-    """(query head, batch entry) pairs whose query tiles a causal launch takes in turn.
+    """(query head, batch entry) pairs that go through their query tiles together.
 
-    The longest tiles of several heads start first, so that the last wave is made of short ones;
-    as many heads as keep their keys and values in L2 while they are at it. Without a right bound
-    all tiles of a head are alike, and go one head after the other.
+    Causal, the longest tiles of several heads start first, so that the last wave is made of short
+    ones; as many heads as keep their keys and values in L2 while they are at it. Of packed
+    sequences one after the other is at work, whatever the mask, and with few heads at a time the
+    tiles of a long one would be left to the end. Where all tiles are alike, one head goes after
+    the other.
     """
-    if problem.window_right is None:
+    is_ragged = problem.packed_q or problem.has_seqused_q or problem.has_seqused_k
+    if problem.window_right is None and not is_ragged:
         return 1
     row_bytes = 2 * (problem.head_dim + problem.head_dim_v)
-    kv_heads = max(1, L2_FOR_KEYS_BYTES // (problem.seqlen_k * row_bytes))
+    keys = problem.seqlen_k
+    if problem.packed_k:
+        keys = -(-keys // max(1, problem.batch))  # rows of all sequences
+    kv_heads = max(1, L2_FOR_KEYS_BYTES // (max(1, keys) * row_bytes))
     # A power of two divides most head counts, so that groups come out even.
     kv_heads = 1 << (kv_heads.bit_length() - 1)
     pairs = problem.heads_q * (1 if problem.packed_q else problem.batch)

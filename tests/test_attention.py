@@ -1101,6 +1101,16 @@ def test_tiles_of_equal_length_go_head_by_head() -> None:
     assert launch.heads_in_group(dataclasses.replace(PROBLEM, window_right=None)) == 1
 
 
+def test_packed_sequences_go_through_their_tiles_with_many_heads_at_once() -> None:
+    """Whatever the mask, and by the rows of a sequence, not of all of them."""
+    packed = dataclasses.replace(PROBLEM, packed_q=True, packed_k=True, seqlen_k=10**6, batch=1000)
+    for window_right in (0, None):
+        problem = dataclasses.replace(packed, window_right=window_right)
+        assert launch.heads_in_group(problem) == 16
+    ragged = dataclasses.replace(PROBLEM, window_right=None, has_seqused_k=True)
+    assert launch.heads_in_group(ragged) == 64
+
+
 @settings(max_examples=200, deadline=None)
 @given(
     seqlen_k=st.integers(1, 2**29),
@@ -1109,9 +1119,16 @@ def test_tiles_of_equal_length_go_head_by_head() -> None:
     batch=st.integers(0, 1000),
     head_dim=st.integers(1, 256),
     packed_q=st.booleans(),
+    packed_k=st.booleans(),
 )
 def test_a_group_is_at_least_one_and_at_most_all_heads(
-    seqlen_k: int, heads_kv: int, ratio: int, batch: int, head_dim: int, packed_q: bool
+    seqlen_k: int,
+    heads_kv: int,
+    ratio: int,
+    batch: int,
+    head_dim: int,
+    packed_q: bool,
+    packed_k: bool,
 ) -> None:
     problem = dataclasses.replace(
         PROBLEM,
@@ -1121,6 +1138,7 @@ def test_a_group_is_at_least_one_and_at_most_all_heads(
         batch=batch,
         head_dim=head_dim,
         packed_q=packed_q,
+        packed_k=packed_k,
     )
     pairs = heads_kv * ratio * (1 if packed_q else batch)
     assert 1 <= launch.heads_in_group(problem) <= max(1, pairs)
