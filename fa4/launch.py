@@ -70,21 +70,16 @@ class ForwardLaunch:
         if wants_lse:
             lse = torch.empty(self.lse_shape, dtype=torch.float32, device=self.device)
             stores_lse = 1
+        arguments = (
+            *(q, k, v, out, lse, *(lengths or NO_LENGTHS), sink),
+            *(*self.scalars, fills_padding, stores_lse),
+        )
         if self.may_be_elsewhere and torch.cuda.current_device() != self.device.index:
             with torch.cuda.device(self.device):
-                self._launch(q, k, v, out, lse, lengths, sink, fills_padding, stores_lse)
+                self.kernel(*arguments, *tile_counter(self.schedule, self.device))
         else:
-            self._launch(q, k, v, out, lse, lengths, sink, fills_padding, stores_lse)
+            self.kernel(*arguments, *tile_counter(self.schedule, self.device))
         return out, lse
-
-    def _launch(self, q, k, v, out, lse, lengths, sink, fills_padding, stores_lse) -> None:  # type: ignore[no-untyped-def]
-        self.kernel(
-            *(q, k, v, out, lse, *(lengths or NO_LENGTHS), sink),
-            *self.scalars,
-            fills_padding,
-            stores_lse,
-            *tile_counter(self.schedule, self.device),
-        )
 
 
 def result_shapes(problem: AttentionProblem) -> tuple[tuple[int, ...], tuple[int, ...]]:

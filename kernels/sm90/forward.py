@@ -171,7 +171,8 @@ class Message(NamedTuple):
 
     @staticmethod
     def of_words(words):
-        return Message(*words[:4], SequenceBounds(*words[4:7]), *words[7:])
+        what, slab, head_idx, batch_idx, *q, k_length, first, end = words
+        return Message(what, slab, head_idx, batch_idx, SequenceBounds(*q), k_length, first, end)
 
 
 class Mailbox(NamedTuple):
@@ -670,7 +671,7 @@ class HopperForward:
             k_length = call.rows_k
         if const_expr(not self.features.has_left_bound):
             first = Int32(0)
-        return Message(*message[:4], q, k_length, first, message.end)
+        return message._replace(q=q, k_length=k_length, first=first)
 
     @cute.jit
     def load(
