@@ -911,7 +911,8 @@ class HopperForward:
                     self.give_back_values(box, place, tiles_read)
                 if sees_keys:
                     after = blocks - before - (keys.end - keys.first)
-                    blocks_read = self.pass_blocks(rings, place, blocks_read, before, before)
+                    if const_expr(self.features.has_right_bound):
+                        blocks_read = self.pass_blocks(rings, place, blocks_read, before, before)
                     blocks_read = self.attend_keys(
                         mma_qk,
                         mma_pv,
@@ -925,7 +926,8 @@ class HopperForward:
                         blocks_read,
                         tiles_read if sees_last else Int32(0),
                     )
-                    blocks_read = self.pass_blocks(rings, place, blocks_read, after, after)
+                    if const_expr(self.features.has_left_bound):
+                        blocks_read = self.pass_blocks(rings, place, blocks_read, after, after)
                 else:
                     blocks_read = self.pass_blocks(rings, place, blocks_read, blocks, blocks - 1)
                 rings.q.consumer_release(q_state)

@@ -112,9 +112,9 @@ UNNOTICED = {
 
 @pytest.mark.slow
 def test_every_missing_synchronisation_is_noticed_unless_it_is_redundant() -> None:
-    """Two tiles a CTA, more key blocks than stages, and a tile that overflows and is repeated."""
+    """Four tiles a CTA, more key blocks than stages, and a last one that overflows."""
     inputs = make_inputs(Case((200, 200), (600, 600), 1, 1), seed=0)
-    inputs.q[0, :64] = inputs.k[0, :100] = 4.0
+    inputs.q[1, 150:] = inputs.k[1, :100] = 4.0
     decision = fa4.explain(inputs.q, inputs.k, inputs.v, arch="sm_90a")
     assert decision.kernel_name is not None
     assert "persistent" in decision.kernel_name
