@@ -19,8 +19,9 @@ from fa4.dispatch import (
     capability_of,
 )
 from fa4.kernels.features import AppendFeatures, CombineFeatures, DecodeFeatures, head_dim_class
+from fa4.kvcache_counters import arrival_counters
 from fa4.kvcache_problem import KVCacheProblem
-from fa4.pipelines.sm90_decode import DecodePlan, decode_plan
+from fa4.pipelines.sm90_decode import DecodePlan, decode_plan, head_groups
 from fa4.problem import MAX_COORDINATE
 
 APPEND_ENTRY = "fa4.kernels.append_kv:compile_append"
@@ -224,6 +225,7 @@ class KVCacheLaunch:
             shape = (slots, slot_rows, problem.head_dim_v + LSE_COLUMNS)
             # One element that has the shape: `empty_like` costs half of `empty`.
             self.partial_form = torch.empty((), dtype=torch.float32, device=device).expand(shape)
+            self.num_counters = ctas if schedule.is_balanced else tiles
         self.scalars = (
             problem.softmax_scale,
             problem.softcap,
@@ -233,6 +235,7 @@ class KVCacheLaunch:
             decision.num_splits,
             slot_rows,
             ctas,
+            head_groups(problem.heads_kv, ctas),
         )
 
     def lengths_of(self, cache_seqlens: Tensor | int | None) -> Tensor | None:
@@ -316,9 +319,10 @@ class KVCacheLaunch:
         if wants_lse:
             lse = torch.empty(self.lse_shape, dtype=torch.float32, device=self.device)
             stores_lse = 1
-        partial = None
+        partial = counters = None
         if self.partial_form is not None:
             partial = torch.empty_like(self.partial_form, memory_format=torch.contiguous_format)
+            counters = arrival_counters(self.device, self.num_counters)
         self.kernel(
             q,
             k_cache,
@@ -326,6 +330,7 @@ class KVCacheLaunch:
             out,
             lse,
             partial,
+            counters,
             cu_seqlens_q,
             cache_seqlens,
             cu_seqlens_new,

@@ -2,22 +2,21 @@
 
     lse = log(sum_s exp(lse_s) + exp(sink)),   out = sum_s exp(lse_s - lse) out_s
 
-`MergeParts` finishes a launch of `sm90.decode` whose tiles were split; `Combine` is the public
-operation on whole tensors. Both add up parts in a fixed order, so that a result has the same bits
-in every run. A part without keys has LSE -inf; what its output holds is not used.
+`sm90.decode` uses the pieces below for tiles that were split; `Combine` is the public operation on
+whole tensors. Both add up parts in a fixed order, so that a result has the same bits in every run.
+A part without keys has LSE -inf; what its output holds is not used.
 Method: Flash-Decoding (Dao et al. 2023), FA2 section 3.
 """
 
-from typing import NamedTuple, Optional
+from typing import NamedTuple
 
 import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
-from cutlass import BFloat16, Float16, Float32, Int32, Int64, const_expr
+from cutlass import BFloat16, Float16, Float32, Int32, Int64
 from cutlass.memory import SmemAllocator
 
 from fa4.kernels.blocks.gqa_packing import divide
-from fa4.kernels.blocks.key_splits import Call, KeySplits
 from fa4.kernels.blocks.online_softmax import LN_2, LOG2_E
 from fa4.kernels.features import CombineFeatures
 
@@ -25,10 +24,10 @@ DTYPES = {"bf16": BFloat16, "fp16": Float16, "fp32": Float32}
 WARPS = 4
 THREADS = 32 * WARPS
 VECTOR = 4  # neighbouring columns of a lane
-UNROLL = 4  # parts whose loads are in flight together
+UNROLL = 8  # parts whose loads are in flight together
 
 
-class Parts(NamedTuple):
+class PartPlaces(NamedTuple):
     """Where the parts of one row lie, in elements: part 0, part 1, and how far apart the others.
 
     out_*  of the partial outputs; lse_* of their LSE
@@ -43,19 +42,33 @@ class Parts(NamedTuple):
 
 
 @cute.jit
+def count_part(counters: cute.Tensor, index: Int32, count: Int32):
+    """Count a part of ``count`` in, and return how many there were before it.
+
+    The counter is 0 again after the last one. What the caller's CTA wrote before its last barrier
+    is visible to whoever counts later; what those before wrote is visible behind the next one.
+    """
+    return cute.arch.inline_ptx(
+        "atom.acq_rel.gpu.global.inc.u32 {$w0}, [{$r0}], {$r1};",
+        write_only_types=[Int32],
+        read_only_args=[Int64((counters.iterator + index).toint()), count - 1],
+    )
+
+
+@cute.jit
 def part_offset(s: Int32, first: Int64, second: Int64, step: Int64):
     return Int64(cutlass.select_(s == 0, first, second + Int64(s - 1) * step))
 
 
 @cute.jit
-def part_lse(lse_partial: cute.Pointer, parts: Parts, s: Int32):
+def part_lse(lse_partial: cute.Pointer, parts: PartPlaces, s: Int32):
     """The LSE of part ``s``."""
     at = part_offset(s, parts.lse_first, parts.lse_second, parts.lse_step)
     return (lse_partial + at).load()
 
 
 @cute.jit
-def combined_lse(lse_partial: cute.Pointer, parts: Parts, count: Int32, sink_log2: Float32):
+def combined_lse(lse_partial: cute.Pointer, parts: PartPlaces, count: Int32, sink_log2: Float32):
     """(reference, total): log2 of the softmax denominator is reference + log2(total).
 
     sink_log2  the sink logit times log2(e), -inf for none; it does not count where no part saw a
@@ -91,26 +104,25 @@ def weighted_sum(
     acc: cute.Tensor,
     out_partial: cute.Pointer,
     lse_partial: cute.Pointer,
-    parts: Parts,
+    parts: PartPlaces,
     count: Int32,
     reference: Float32,
     column: Int32,
     dim: Int32,
+    first: Int32,
+    step: cutlass.Constexpr[int],
 ):
-    """acc[:] := sum of exp2(lse_s log2(e) - reference) out_s[column + :] over this warp's parts.
-
-    Warp w of WARPS takes the parts w, w + WARPS, ... in that order.
-    """
-    warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+    """acc[:] := sum of exp2(lse_s log2(e) - reference) out_s[column + :] over the parts s = first,
+    first + step, ... below count, in that order."""
     acc.fill(0.0)
     # Where there is nothing to load, something is: without branches all loads are in flight
     # together.
     column = cutlass.min(column, dim - VECTOR)
-    for s0 in cutlass.range(warp, count, WARPS * UNROLL, unroll=1):
+    for s0 in cutlass.range(first, count, step * UNROLL, unroll=1):
         values = cute.make_rmem_tensor((VECTOR, UNROLL), out_partial.value_type)
         weights = cute.make_rmem_tensor(UNROLL, Float32)
         for u in cutlass.range_constexpr(UNROLL):
-            s = cutlass.min(s0 + WARPS * u, count - 1)
+            s = cutlass.min(s0 + step * u, count - 1)
             weights[u] = part_lse(lse_partial, parts, s)
             at = part_offset(s, parts.out_first, parts.out_second, parts.out_step)
             source = (out_partial + (at + column)).align(VECTOR * out_partial.value_type.width // 8)
@@ -118,7 +130,7 @@ def weighted_sum(
         for u in cutlass.range_constexpr(UNROLL):
             weight = cute.math.exp2(weights[u] * LOG2_E - reference, fastmath=True)
             # A part of no weight may hold NaN.
-            counts = (s0 + WARPS * u < count) & (weight != 0.0)
+            counts = (s0 + step * u < count) & (weight != 0.0)
             for i in cutlass.range_constexpr(VECTOR):
                 term = weight * values[i, u].to(Float32)
                 acc[i] = acc[i] + (term if counts else Float32(0.0))
@@ -145,107 +157,6 @@ def log_of(reference: Float32, total: Float32):
     if total != 0.0:
         lse = (reference + cute.math.log2(total, fastmath=True)) * LN_2
     return lse
-
-
-class MergeParts:
-    """Finish the tiles that several CTAs of a decode launch worked on.
-
-    Grid: one CTA for each tile that may be split, and each row of it. The partial results lie in
-    slots of `key_splits.SplitTile`.
-    """
-
-    def __init__(self, features, schedule, splits: KeySplits, dtype):
-        self.features = features
-        self.schedule = schedule
-        self.splits = splits
-        self.dtype = dtype
-
-    @cute.jit
-    def launch(
-        self,
-        mO: cute.Tensor,
-        mLSE: cute.Tensor,
-        mPartial: cute.Tensor,
-        mSink: Optional[cute.Tensor],
-        call: Call,
-        stream: cuda.CUstream,
-    ):
-        tiles = call.num_tiles
-        if const_expr(self.schedule.is_balanced):
-            # One CTA has nobody to share with; the launch then finds nothing to do.
-            tiles = cutlass.max(call.num_ctas - 1, 1)
-        self.kernel.set_name_prefix(
-            f"fa4_merge_{self.features.name}_{self.schedule.name}", keep_mangled_name=False
-        )
-        self.kernel(mO, mLSE, mPartial, mSink, call).launch(
-            grid=(tiles, call.slot_rows, 1), block=(THREADS, 1, 1), stream=stream, use_pdl=True
-        )
-
-    @cute.kernel
-    def kernel(
-        self,
-        mO: cute.Tensor,
-        mLSE: cute.Tensor,
-        mPartial: cute.Tensor,
-        mSink: Optional[cute.Tensor],
-        call: Call,
-    ):
-        shared = SmemAllocator().allocate_tensor(
-            Float32, cute.make_layout((VECTOR, 32, WARPS)), byte_alignment=16
-        )
-        index, row, _ = cute.arch.block_idx()
-        # The parts are there once the kernel in front has ended.
-        cute.arch.griddepcontrol_wait()
-        split = self.splits.parts(index, call)
-        packed_row = split.tile.m_block * self.schedule.tile_m + row
-        if (split.count > 0) & (packed_row < split.sequence.q_rows * call.group):
-            position = divide(packed_row, call.group)
-            head_idx = split.tile.head_kv * call.group + packed_row - position * call.group
-            dim = mO.shape[cute.rank(mO) - 1]
-            width = mPartial.shape[2]
-            slot_rows = Int64(call.slot_rows)
-            places = (
-                (Int64(split.first) * slot_rows + row) * width,
-                (Int64(split.second) * slot_rows + row) * width,
-                Int64(split.step) * slot_rows * width,
-            )
-            parts = Parts(*places, *places)
-            sink_log2 = -Float32.inf
-            if const_expr(mSink is not None):
-                sink_log2 = mSink[head_idx].to(Float32) * LOG2_E
-            lse_partial = mPartial.iterator + dim
-            reference, total = combined_lse(lse_partial, parts, split.count, sink_log2)
-            scale = Float32(0.0)
-            if total != 0.0:
-                scale = 1.0 / total
-            lane = cute.arch.lane_idx()
-            acc = cute.make_rmem_tensor(VECTOR, Float32)
-            for first in cutlass.range_constexpr(0, self.schedule.head_dim_v, 32 * VECTOR):
-                column = first + lane * VECTOR
-                weighted_sum(
-                    acc,
-                    mPartial.iterator,
-                    lse_partial,
-                    parts,
-                    split.count,
-                    reference,
-                    column,
-                    dim,
-                )
-                add_warps(acc, shared)
-                if (cute.arch.warp_idx() == 0) & (column < dim):
-                    for i in cutlass.range_constexpr(VECTOR):
-                        value = (acc[i] * scale).to(self.dtype)
-                        if const_expr(self.features.packed_q):
-                            mO[split.sequence.q_start + position, head_idx, column + i] = value
-                        else:
-                            mO[split.tile.batch_idx, position, head_idx, column + i] = value
-            if (call.stores_lse != 0) & (cute.arch.thread_idx()[0] == 0):
-                lse = log_of(reference, total)
-                if const_expr(self.features.packed_q):
-                    mLSE[head_idx, split.sequence.q_start + position] = lse
-                else:
-                    mLSE[split.tile.batch_idx, head_idx, position] = lse
 
 
 class Combine:
@@ -291,6 +202,7 @@ class Combine:
         batch_idx = divide(rest, mO.shape[1])
         row = rest - batch_idx * mO.shape[1]
         lane = cute.arch.lane_idx()
+        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         count = Int32(mOPartial.shape[0])
         dim = mO.shape[3]
         lse_row = (
@@ -307,7 +219,7 @@ class Combine:
         out_partial = mOPartial.iterator + out_row
         lse_step = Int64(mLSEPartial.stride[0])
         out_step = Int64(mOPartial.stride[0])
-        parts = Parts(Int64(0), out_step, out_step, Int64(0), lse_step, lse_step)
+        parts = PartPlaces(Int64(0), out_step, out_step, Int64(0), lse_step, lse_step)
         reference, total = combined_lse(lse_partial, parts, count, -Float32.inf)
         scale = Float32(0.0)
         if total != 0.0:
@@ -315,7 +227,9 @@ class Combine:
         acc = cute.make_rmem_tensor(VECTOR, Float32)
         for first in cutlass.range_constexpr(0, self.features.head_dim_v, 32 * VECTOR):
             column = first + lane * VECTOR
-            weighted_sum(acc, out_partial, lse_partial, parts, count, reference, column, dim)
+            weighted_sum(
+                acc, out_partial, lse_partial, parts, count, reference, column, dim, warp, WARPS
+            )
             add_warps(acc, shared)
             if (cute.arch.warp_idx() == 0) & (column < dim):
                 for i in cutlass.range_constexpr(VECTOR):

@@ -38,9 +38,13 @@ class DecodeSchedule:
     is_balanced            keys are divided into equal shares of all CTAs; else into a number of
                            splits that the call states (`kernels.blocks.key_splits`)
     merges                 partial results may arise, and are merged by a second kernel
+    tile_units             what beginning and ending a tile costs, in blocks, where keys are divided
+                           into equal shares
     ctas_per_sm            CTAs that share a multiprocessor
     consumer_registers     per thread, after setmaxnreg
     producer_registers     per thread, after setmaxnreg
+    evicts_first           TMA asks L2 to drop first what it read
+    l2_prefetch            gathering asks L2 for 256 bytes at once
     """
 
     head_dim: int
@@ -54,6 +58,9 @@ class DecodeSchedule:
     ctas_per_sm: int
     consumer_registers: int
     producer_registers: int
+    tile_units: int = 1
+    evicts_first: bool = False
+    l2_prefetch: bool = False
 
     @property
     def tile_m(self) -> int:
@@ -99,8 +106,11 @@ class DecodeSchedule:
     @property
     def name(self) -> str:
         copies = f"tma{self.copy_rows}" if self.copy_rows else "gather"
-        division = "balanced" if self.is_balanced else "fixed" if self.merges else "whole"
-        several = f"x{self.ctas_per_sm}" if self.ctas_per_sm > 1 else ""
+        division = "fixed" if self.merges else "whole"
+        if self.is_balanced:
+            division = f"balanced{self.tile_units}"
+        several = "e" if self.evicts_first else "p" if self.l2_prefetch else ""
+        several += f"x{self.ctas_per_sm}" if self.ctas_per_sm > 1 else ""
         return f"m{self.tile_m}n{self.tile_n}s{self.stages}{several}_{copies}_{division}"
 
     def __post_init__(self) -> None:
@@ -187,7 +197,7 @@ def decode_plan(
     warpgroups = 1 if packed_rows <= 64 else 2
     fits_one_tile = packed_rows <= 64 * warpgroups
     shapes = [
-        Shape(tile_n, stages, 1, 240 if warpgroups == 1 else 224, 56)
+        Shape(tile_n, stages, 1, 240 if warpgroups == 1 else 224, 64)
         for tile_n in (128, 64, 32)
         for stages in (4, 3, 2)
     ]
@@ -236,7 +246,7 @@ class Shape(NamedTuple):
 
 
 # One CTA's copies go on while the other starts or ends a tile, and two producers look up pages.
-TWO_CTAS = Shape(64, 3, 2, 184, 72)
+TWO_CTAS = Shape(64, 3, 2, 176, 80)
 LONG_CAPACITY = 8192
 
 
@@ -286,3 +296,17 @@ def automatic_splits(packed_rows: int, tiles: int, warpgroups: int, ctas: int) -
     """Splits for queries of several tiles: enough to give every CTA work, and no more."""
     work = tiles * -(-packed_rows // (64 * warpgroups))
     return max(1, ctas // max(1, work))
+
+
+# Share of the CTAs that may be left without work so that the others can be grouped.
+IDLE_CTAS = 0.05
+
+
+def head_groups(heads_kv: int, ctas: int) -> int:
+    """Groups of key heads whose keys are shared apart, by as many CTAs each: the most that leave
+    few CTAs over.
+
+    CTAs of different groups then read the heads of the same rows side by side.
+    """
+    groups = [g for g in range(1, min(heads_kv, ctas) + 1) if heads_kv % g == 0]
+    return max(g for g in groups if ctas % g <= IDLE_CTAS * ctas)

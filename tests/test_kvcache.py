@@ -22,6 +22,7 @@ from fa4.pipelines.sm90_decode import (
     copy_rows,
     decode_plan,
     even_splits,
+    head_groups,
 )
 from fa4.reference_kvcache import combine_reference, rotate
 from tests.kvcache_cases import CacheCase, attend, check_cache_call, make_cache_inputs
@@ -425,6 +426,14 @@ def test_lengths_are_known_to_be_equal_only_from_what_the_host_is_told() -> None
     assert known(q[:1], k[:1], v[:1], cache_seqlens=lengths[:1])
     cu_seqlens = torch.tensor([0, 1, 2], dtype=torch.int32)
     assert not known(q.flatten(0, 1), cu_seqlens_q=cu_seqlens)
+
+
+@pytest.mark.parametrize(
+    ("heads_kv", "ctas", "groups"),
+    [(8, 264, 8), (8, 132, 8), (5, 132, 5), (25, 132, 5), (40, 132, 10), (1, 132, 1), (2, 1, 1)],
+)
+def test_key_heads_are_shared_apart_where_few_ctas_are_left_over(heads_kv, ctas, groups) -> None:
+    assert head_groups(heads_kv, ctas) == groups
 
 
 def test_stated_splits_are_used_as_stated() -> None:

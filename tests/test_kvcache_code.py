@@ -1,6 +1,6 @@
 """What the compiler makes of the kernels behind attention over a cache; needs no GPU.
 
-See tests/test_kernel_code.py. The attention kernel and the one that merges share a program.
+See tests/test_kernel_code.py.
 """
 
 import functools
@@ -59,14 +59,13 @@ SPECS = {
 
 
 @functools.cache
-def kernels_of(spec: KernelSpec) -> dict[str, Code]:
-    """The program of a specialisation by kernel: "decode" and, where there is one, "merge"."""
+def code_of(spec: KernelSpec) -> Code:
+    """The program of a specialisation, which holds one kernel."""
     path = compiler.compile_kernel(spec).path
     assert path is not None, f"{spec.name} could not be stored, so it cannot be read back"
     listing = sass.disassemble(sass.cubin_in(path.read_bytes()))
-    sections = re.split(r"(?m)^(?=\s*\.section\s+\.text\.)", listing)[1:]
-    codes = [sass.parse(section, registers=0) for section in sections]
-    return {"merge" if "merge" in code.name else "decode": code for code in codes}
+    (section,) = re.split(r"(?m)^(?=\s*\.section\s+\.text\.)", listing)[1:]
+    return sass.parse(section, registers=0)
 
 
 @pytest.fixture(scope="module", params=list(SPECS))
@@ -80,13 +79,13 @@ def schedule_of(spec: KernelSpec) -> DecodeSchedule:
 
 
 def test_no_register_is_spilled(spec: KernelSpec) -> None:
-    for name, code in kernels_of(spec).items():
-        assert code.count("STL") == code.count("LDL") == 0, name
+    code = code_of(spec)
+    assert code.count("STL") == code.count("LDL") == 0
 
 
 def test_matrix_products_stay_in_flight_until_the_kernel_waits(spec: KernelSpec) -> None:
     """ptxas puts a wait behind each wgmma when it serialises them."""
-    code = kernels_of(spec)["decode"]
+    code = code_of(spec)
     schedule = schedule_of(spec)
     loops = code.loops_with("HGMMA")
     features = spec.features
@@ -105,7 +104,7 @@ def test_matrix_products_stay_in_flight_until_the_kernel_waits(spec: KernelSpec)
 
 
 def test_keys_come_by_tma_or_by_16_byte_copies_never_through_registers(spec: KernelSpec) -> None:
-    code = kernels_of(spec)["decode"]
+    code = code_of(spec)
     if schedule_of(spec).copy_rows:
         assert code.count("UTMALDG") > 0
         assert code.count("LDGSTS") == 0
@@ -114,8 +113,8 @@ def test_keys_come_by_tma_or_by_16_byte_copies_never_through_registers(spec: Ker
         assert code.count("LDGSTS") == code.count("LDGSTS.E.BYPASS.128") > 0
 
 
-def test_a_second_kernel_exists_exactly_where_tiles_may_be_split(spec: KernelSpec) -> None:
-    assert ("merge" in kernels_of(spec)) == schedule_of(spec).merges
+def test_parts_are_counted_exactly_where_tiles_may_be_split(spec: KernelSpec) -> None:
+    assert code_of(spec).count("ATOMG") == int(schedule_of(spec).merges)
 
 
 def test_appending_moves_16_bytes_at_a_time() -> None:

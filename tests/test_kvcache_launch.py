@@ -19,9 +19,10 @@ from fa4.pipelines.sm90_decode import DecodeSchedule
 
 BATCH, ROWS, HEADS_KV, DIM = 2, 64, 2, 32
 KERNEL_ARGUMENTS = (
-    *("q", "k_cache", "v_cache", "out", "lse", "partial", "cu_seqlens_q", "cache_seqlens"),
-    *("cu_seqlens_k_new", "leftpad", "table", "sink", "softmax_scale", "softcap", "left", "right"),
-    *("new_rows", "num_splits", "slot_rows", "max_ctas", "fills_padding", "stores_lse"),
+    *("q", "k_cache", "v_cache", "out", "lse", "partial", "counters", "cu_seqlens_q"),
+    *("cache_seqlens", "cu_seqlens_k_new", "leftpad", "table", "sink", "softmax_scale", "softcap"),
+    *("left", "right", "new_rows", "num_splits", "slot_rows", "max_ctas", "head_groups"),
+    *("fills_padding", "stores_lse"),
 )
 
 
@@ -115,6 +116,11 @@ def test_a_repeated_call_is_launched_without_a_walk_and_with_its_own_tensors(mac
         assert partial.shape == (2 * 132, 2, DIM + 4)
         assert partial.is_contiguous()
         assert partial.dtype == torch.float32
+        counters = launched["counters"]
+        assert counters.dtype == torch.int32
+        assert counters.numel() >= 132
+        assert not counters.any()
+        assert launched["head_groups"] == HEADS_KV
 
 
 def test_appending_goes_first_and_attention_gets_the_rotated_queries(machine) -> None:
@@ -206,6 +212,7 @@ def test_whole_tiles_need_no_workspace(machine) -> None:
     assert isinstance(schedule, DecodeSchedule)
     assert not schedule.merges
     assert machine.calls[-1]["partial"] is None
+    assert machine.calls[-1]["counters"] is None
 
 
 def test_what_a_known_launch_refuses_is_explained_by_the_walk(machine) -> None:

@@ -5,11 +5,16 @@ keys are visited by one CTA or by several, whose partial results `kernels.combin
 
     fixed     each tile's blocks are cut into num_splits parts of equal length. A part depends on
               its own sequence only, so results do not depend on the rest of the batch
-    balanced  one tile a sequence and key head. All blocks of all tiles form one list, cut into as
+    balanced  one tile a sequence and key head. All blocks of all tiles form a list, cut into as
               many equal shares as there are CTAs: every CTA reads the same number of keys, however
               ragged the batch. A CTA then holds whole tiles, and at most two parts: of its first
               and of its last tile (stream-K: Osama et al. 2023). Tiles that turn out to be equally
               long stay whole where they fill the CTAs nearly as well
+
+A list holds the tiles of one group of key heads, and neighbouring CTAs have the same share of the
+lists of different groups: they read the heads of the same rows of a cache at about the same time.
+A tile counts as a few blocks more than it has (`DecodeSchedule.tile_units`), because it costs time
+to begin and to end: short sequences would otherwise pile up in few CTAs.
 
 Lengths are read on the device, by every warp that needs them.
 """
@@ -25,6 +30,8 @@ from fa4.kernels.blocks.gqa_packing import Sequence, divide, packed_range
 WARP = 32
 LONGEST = 2**31 - 1
 IDLE_PLACES = 20  # one of so many may idle in the waves of whole tiles
+WHOLE = -1
+NOTHING = -2
 
 
 class Call(NamedTuple):
@@ -40,7 +47,8 @@ class Call(NamedTuple):
     num_m_blocks    tiles of one sequence and key head; slots of all sequences where packed
     num_tiles       tiles of all sequences and key heads (fixed)
     num_splits      parts of each tile (fixed)
-    num_ctas        CTAs of the launch (balanced)
+    sharers         CTAs that share the list of a group of key heads (balanced)
+    head_groups     groups of key heads, a divisor of their number (balanced)
     slot_rows       rows of a partial result
     left, right     window bounds, read only by kernels that have them
     fills_padding   whether output rows of padding are set to 0
@@ -59,7 +67,8 @@ class Call(NamedTuple):
     num_m_blocks: Int32
     num_tiles: Int32
     num_splits: Int32
-    num_ctas: Int32
+    sharers: Int32
+    head_groups: Int32
     slot_rows: Int32
     softmax_scale: Float32
     softcap: Float32
@@ -81,7 +90,9 @@ class Segment(NamedTuple):
     """What a CTA does at a stretch.
 
     first, end  key blocks of the tile to attend to
-    slot        where the partial result goes; -1: all keys of the tile are here
+    slot        where the partial result goes; WHOLE: all keys of the tile are here; NOTHING: none
+                is, and others see to the output
+    start       what `KeySplits.parts` finds the other parts by
     """
 
     tile: Tile
@@ -89,13 +100,14 @@ class Segment(NamedTuple):
     first: Int32
     end: Int32
     slot: Int32
+    start: Int32
 
 
 class Entry(NamedTuple):
-    """Where the units of a batch entry lie in the list of all units (balanced).
+    """Where the units of a batch entry lie in a list (balanced).
 
     base   its first unit
-    units  of each of its heads_kv tiles; a tile without keys has one, for its output
+    units  of each of its tiles in the list: `DecodeSchedule.tile_units`, then one for each block
     """
 
     batch_idx: Int32
@@ -104,20 +116,32 @@ class Entry(NamedTuple):
 
 
 class Shares(NamedTuple):
-    """How the list of all units is cut (balanced): ``longer`` CTAs do length + 1 units, the others
-    ``length``, as long as there are any."""
+    """How a list is cut (balanced): ``longer`` CTAs do length + 1 units, the others ``length``, as
+    long as there are any. Where ``whole`` is not 0 it is the units of every tile, and CTAs take
+    tiles in turns."""
 
     total: Int32
     length: Int32
     longer: Int32
+    whole: Int32
 
 
-class SplitTile(NamedTuple):
-    """Where the ``count`` partial results of a tile lie: slots first, second, second + step, ..."""
+class Cursor(NamedTuple):
+    """How far a CTA is: ``at`` the next unit or part, ``stop`` the end, where units lie."""
 
-    tile: Tile
-    sequence: Sequence
+    at: Int32
+    stop: Int32
+    entry: Entry
+
+
+class Parts(NamedTuple):
+    """Where the ``count`` partial results of a tile lie: slots first, second, second + step, ...
+
+    counter  which counter says how many are there
+    """
+
     count: Int32
+    counter: Int32
     first: Int32
     second: Int32
     step: Int32
@@ -210,7 +234,7 @@ class KeySplits:
         """Part ``item % num_splits`` of tile ``item // num_splits``."""
         tile_idx = item
         split = Int32(0)
-        slot = Int32(-1)
+        slot = Int32(WHOLE)
         if const_expr(self.schedule.merges):
             tile_idx = divide(item, call.num_splits)
             split = item - tile_idx * call.num_splits
@@ -224,18 +248,22 @@ class KeySplits:
             length = divide(keys.end - keys.first + call.num_splits - 1, call.num_splits)
             first = cutlass.min(keys.first + split * length, keys.end)
             end = cutlass.min(first + length, keys.end)
-        return Segment(tile, sequence, first, end, slot)
+        return Segment(tile, sequence, first, end, slot, tile_idx)
 
     # -- balanced --------------------------------------------------------------
     @cute.jit
     def units(self, batch_idx: Int32, call: Call):
         """Units of each tile of a batch entry; 0 past the last entry."""
-        units = Int32(0)
-        if batch_idx < call.batch:
-            sequence = self.sequence(batch_idx, call)
-            keys = self.keys(Int32(0), sequence, call)
-            units = cutlass.max(keys.end - keys.first, 1)
-        return units
+        # Where there is nothing to load, something is: without branches loads are in flight
+        # together.
+        sequence = self.sequence(cutlass.min(batch_idx, call.batch - 1), call)
+        keys = self.keys(Int32(0), sequence, call)
+        units = keys.end - keys.first + self.schedule.tile_units
+        return Int32(cutlass.select_(batch_idx < call.batch, units, Int32(0)))
+
+    @cute.jit
+    def heads_of_list(self, call: Call):
+        return divide(call.heads_kv, call.head_groups)
 
     @cute.jit
     def shares(self, call: Call):
@@ -248,45 +276,46 @@ class KeySplits:
         total = Int32(0)
         least = Int32(LONGEST)
         most = Int32(0)
-        for chunk in cutlass.range(0, call.batch, WARP, unroll=1):
+        for chunk in cutlass.range(0, call.batch, WARP, unroll=4):
             mine = self.units(chunk + cute.arch.lane_idx(), call)
             total = total + mine
             most = cutlass.max(most, mine)
             # 0 is past the last entry.
-            least = cutlass.min(least, mine if mine > 0 else Int32(LONGEST))
+            least = cutlass.min(least, Int32(cutlass.select_(mine > 0, mine, Int32(LONGEST))))
         for i in cutlass.range_constexpr(5):
             total = total + cute.arch.shuffle_sync_bfly(total, offset=1 << i)
             most = cutlass.max(most, cute.arch.shuffle_sync_bfly(most, offset=1 << i))
             least = cutlass.min(least, cute.arch.shuffle_sync_bfly(least, offset=1 << i))
-        total = total * call.heads_kv
-        length = divide(total, call.num_ctas)
-        longer = total - length * call.num_ctas
-        tiles = call.batch * call.heads_kv
-        waves = divide(tiles + call.num_ctas - 1, call.num_ctas)
-        places = waves * call.num_ctas
+        heads = self.heads_of_list(call)
+        total = total * heads
+        length = divide(total, call.sharers)
+        longer = total - length * call.sharers
+        tiles = call.batch * heads
+        places = divide(tiles + call.sharers - 1, call.sharers) * call.sharers
+        whole = Int32(0)
         if (least == most) & (tiles >= places - divide(places, IDLE_PLACES)):
-            length = waves * most
-            longer = Int32(0)
-        return Shares(total, length, longer)
+            whole = most
+        return Shares(total, length, longer, whole)
 
     @cute.jit
-    def share(self, cta: Int32, shares: Shares):
-        """First unit of a CTA."""
-        return cutlass.min(cta * shares.length + cutlass.min(cta, shares.longer), shares.total)
+    def share(self, sharer: Int32, shares: Shares):
+        """First unit of a CTA, where lists are cut."""
+        return sharer * shares.length + cutlass.min(sharer, shares.longer)
 
     @cute.jit
     def owner(self, unit: Int32, shares: Shares):
-        """The CTA whose share holds a unit below the total."""
+        """The CTA of a list whose share holds a unit below the total."""
         in_longer = shares.longer * (shares.length + 1)
-        cta = divide(unit, shares.length + 1)
+        sharer = divide(unit, shares.length + 1)
         if unit >= in_longer:
-            cta = shares.longer + divide(unit - in_longer, cutlass.max(shares.length, 1))
-        return cta
+            sharer = shares.longer + divide(unit - in_longer, cutlass.max(shares.length, 1))
+        return sharer
 
     @cute.jit
     def find_entry(self, unit: Int32, call: Call):
         """The entry that holds a unit below the total. All lanes of a warp must call it."""
         lane = cute.arch.lane_idx()
+        heads = self.heads_of_list(call)
         batch_idx = Int32(0)
         base = Int32(0)
         units = Int32(1)
@@ -294,7 +323,7 @@ class KeySplits:
         is_found = Boolean(False)
         while (chunk < call.batch) & (not is_found):
             mine = self.units(chunk + lane, call)
-            sum_to_here = mine * call.heads_kv
+            sum_to_here = mine * heads
             for i in cutlass.range_constexpr(5):
                 before = cute.arch.shuffle_sync_up(sum_to_here, offset=1 << i, mask_and_clamp=0)
                 sum_to_here = sum_to_here + (before if lane >= 1 << i else 0)
@@ -304,67 +333,80 @@ class KeySplits:
                 batch_idx = chunk + passed
                 units = cute.arch.shuffle_sync(mine, offset=passed)
                 base = base + cute.arch.shuffle_sync(sum_to_here, offset=passed)
-                base = base - units * call.heads_kv
+                base = base - units * heads
             else:
                 base = base + cute.arch.shuffle_sync(sum_to_here, offset=WARP - 1)
             chunk = chunk + WARP
         return Entry(batch_idx, base, units)
 
     @cute.jit
-    def balanced_segment(self, entry: Entry, unit: Int32, stop: Int32, cta: Int32, call: Call):
-        """(segment from ``unit`` on, number of its units); the CTA's share ends at ``stop``."""
-        head_kv = divide(unit - entry.base, entry.units)
-        begin = unit - entry.base - head_kv * entry.units
-        length = cutlass.min(entry.units - begin, stop - unit)
-        sequence = self.sequence(entry.batch_idx, call)
-        keys = self.keys(Int32(0), sequence, call)
-        first = keys.first + begin
-        # The unit of a tile without keys is no block.
-        end = cutlass.min(first + length, keys.end)
-        slot = 2 * cta + Int32(cutlass.select_(begin == 0, Int32(1), Int32(0)))
-        slot = Int32(cutlass.select_(length == entry.units, Int32(-1), slot))
-        tile = Tile(entry.batch_idx, head_kv, Int32(0))
-        return Segment(tile, sequence, first, end, slot), length
+    def entry_of_tile(self, unit: Int32, whole: Int32, call: Call):
+        """The entry that holds a unit, where every tile has ``whole`` units."""
+        heads = self.heads_of_list(call)
+        batch_idx = divide(divide(unit, whole), heads)
+        return Entry(batch_idx, batch_idx * heads * whole, whole)
 
     @cute.jit
-    def next_entry(self, entry: Entry, unit: Int32, call: Call):
-        """The entry that holds ``unit``, which is in this one or the first of the next."""
-        batch_idx = entry.batch_idx
-        base = entry.base
-        units = entry.units
-        if unit >= base + units * call.heads_kv:
-            batch_idx = batch_idx + 1
-            base = unit
-            units = cutlass.max(self.units(batch_idx, call), 1)
-        return Entry(batch_idx, base, units)
+    def first_place(self, cta: Int32, shares: Shares, call: Call):
+        """The `Cursor` in front of a CTA's share. All lanes of a warp must call it."""
+        sharer = divide(cta, call.head_groups)
+        at = self.share(sharer, shares)
+        stop = self.share(sharer + 1, shares)
+        entry = Entry(Int32(0), Int32(0), Int32(1))
+        if shares.whole > 0:
+            at = sharer * shares.whole
+            stop = shares.total
+        elif at < stop:
+            entry = self.find_entry(at, call)
+        return Cursor(at, stop, entry)
+
+    @cute.jit
+    def next_place(self, cursor: Cursor, cta: Int32, shares: Shares, call: Call):
+        """(segment at the cursor, cursor behind it)."""
+        heads = self.heads_of_list(call)
+        at = cursor.at
+        entry = cursor.entry
+        if shares.whole > 0:
+            entry = self.entry_of_tile(at, shares.whole, call)
+        elif at >= entry.base + entry.units * heads:
+            # The first unit of the next entry.
+            batch_idx = entry.batch_idx + 1
+            entry = Entry(batch_idx, at, cutlass.max(self.units(batch_idx, call), 1))
+        head = divide(at - entry.base, entry.units)
+        start = entry.base + head * entry.units
+        begin = at - start
+        length = cutlass.min(entry.units - begin, cursor.stop - at)
+        # The units in front of the blocks are nobody's work.
+        extra = self.schedule.tile_units
+        first = cutlass.max(begin - extra, 0)
+        end = cutlass.max(begin + length - extra, 0)
+        slot = 2 * cta + Int32(cutlass.select_(first == 0, Int32(1), Int32(0)))
+        if first == end:
+            slot = Int32(NOTHING)
+        # Of a tile without keys whoever has its last unit writes the output.
+        if (first == 0) & (begin + length == entry.units):
+            slot = Int32(WHOLE)
+        sequence = self.sequence(entry.batch_idx, call)
+        keys = self.keys(Int32(0), sequence, call)
+        head_kv = (cta - divide(cta, call.head_groups) * call.head_groups) * heads + head
+        tile = Tile(entry.batch_idx, head_kv, Int32(0))
+        segment = Segment(tile, sequence, keys.first + first, keys.first + end, slot, start)
+        step = Int32(cutlass.select_(shares.whole > 0, call.sharers * shares.whole, length))
+        return segment, Cursor(at + step, cursor.stop, entry)
 
     # -- what has to be merged ---------------------------------------------------
     @cute.jit
-    def parts(self, index: Int32, call: Call):
-        """Tile ``index`` (fixed), or what CTA index + 1 is the first to continue (balanced).
+    def parts(self, segment: Segment, cursor: Cursor, cta: Int32, shares: Shares, call: Call):
+        """The `Parts` of the tile that a segment with a slot is of.
 
-        All lanes of a warp must call it. The count is 0 where there is no such tile.
+        cursor  behind the segment
         """
         if const_expr(not self.schedule.is_balanced):
-            tile = self.tile(index, call)
-            sequence = self.sequence(tile.batch_idx, call)
-            count = call.num_splits
-            if tile.m_block * self.schedule.tile_m >= sequence.q_rows * call.group:
-                count = Int32(0)
-            first = index * call.num_splits
-            return SplitTile(tile, sequence, count, first, first + 1, Int32(1))
-        shares = self.shares(call)
-        total = shares.total
-        cta = index + 1
-        unit = self.share(cta, shares)
-        entry = Entry(Int32(0), Int32(0), Int32(1))
-        if unit < total:
-            entry = self.find_entry(unit, call)
-        head_kv = divide(unit - entry.base, entry.units)
-        start = entry.base + head_kv * entry.units
-        sequence = self.sequence(entry.batch_idx, call)
-        count = Int32(0)
-        if (unit < total) & (unit > start) & (self.share(index, shares) <= start):
-            count = self.owner(start + entry.units - 1, shares) - index + 1
-        tile = Tile(entry.batch_idx, head_kv, Int32(0))
-        return SplitTile(tile, sequence, count, 2 * index + 1, 2 * cta, Int32(2))
+            first = segment.start * call.num_splits
+            return Parts(call.num_splits, segment.start, first, first + 1, Int32(1))
+        group = cta - divide(cta, call.head_groups) * call.head_groups
+        sharer = self.owner(segment.start + self.schedule.tile_units, shares)
+        last = self.owner(segment.start + cursor.entry.units - 1, shares)
+        counter = sharer * call.head_groups + group
+        step = 2 * call.head_groups
+        return Parts(last - sharer + 1, counter, 2 * counter + 1, 2 * counter + step, step)

@@ -9,11 +9,13 @@ from typing import NamedTuple, Optional
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32, Int64, const_expr
+from cutlass import Int32, Int64, Uint32, const_expr
 
 from fa4.kernels.blocks.gqa_packing import divide
 
 CHUNK = 8  # elements of 16 bits in the 16 bytes that a lane copies
+CHUNK_BYTES = 16
+LOW_HALF = 2**32 - 1
 
 
 class Addressing(NamedTuple):
@@ -62,59 +64,82 @@ def swizzled(row: Int32, chunk: Int32, rows: cutlass.Constexpr[int], dim: cutlas
     """
     slab = 64 if dim % 64 == 0 else 32
     chunks = slab // CHUNK
-    turn = row % 8 if const_expr(slab == 64) else row // 2 % 4
+    turn = row & 7 if const_expr(slab == 64) else row >> 1 & 3
     column = (chunk % chunks) ^ turn
     return (chunk // chunks) * (rows * slab) + row * slab + column * CHUNK
 
 
 @cute.jit
-def copy_chunk(target: cute.Pointer, source: cute.Pointer, is_live: cutlass.Boolean):
-    """cp.async of 16 bytes from global to shared memory; zeros, and no read, unless live."""
-    size = Int32(cutlass.select_(is_live, Int32(16), Int32(0)))
+def copy_chunk(
+    target: Int32, source: Int64, is_live: cutlass.Boolean, prefetch: cutlass.Constexpr[str]
+):
+    """cp.async of 16 bytes from global to shared memory; zeros, and no read, unless live.
+
+    prefetch  how much to bring to L2, such as "L2::256B", or nothing
+    """
+    size = Int32(cutlass.select_(is_live, Int32(CHUNK_BYTES), Int32(0)))
     cute.arch.inline_ptx(
-        "cp.async.cg.shared.global [{$r0}], [{$r1}], 16, {$r2};",
-        read_only_args=[Int32(target.toint()), Int64(source.toint()), size],
+        f"cp.async.cg.shared.global{prefetch} [{{$r0}}], [{{$r1}}], 16, {{$r2}};",
+        read_only_args=[target, source, size],
     )
+
+
+@cute.jit
+def row_address(cache: cute.Tensor, slot: Int32, row: Int32, head_idx: Int32):
+    """(high, low) halves of the address of a row of one head, as `gather_rows` takes it."""
+    offset = Int64(slot) * Int64(cache.stride[0]) + Int64(row) * Int64(cache.stride[1])
+    offset = offset + Int64(head_idx) * Int64(cache.stride[2])
+    address = Int64((cache.iterator + offset).toint())
+    return Int32(address >> 32), Int32(address & Int64(LOW_HALF))
 
 
 @cute.jit
 def gather_rows(
     tile: cute.Pointer,
-    cache: cute.Tensor,
-    slot: Int32,
-    row: Int32,
-    is_live: Int32,
-    head_idx: Int32,
+    high: Int32,
+    low: Int32,
+    live: Int32,
+    dim_chunks: Int32,
     rows: cutlass.Constexpr[int],
     dim: cutlass.Constexpr[int],
     warps: cutlass.Constexpr[int],
+    prefetch: cutlass.Constexpr[str],
 ):
     """Start the copies of ``rows`` rows of one head into a swizzled (rows, dim) tile.
 
-    tile       in shared memory
-    cache      (slots, rows, heads, dim), unit last stride; chunks past its dim become zeros
-    slot, row  where the lane's own row lies: lane l of warp w owns row w * rows / warps + l
-    is_live    0 or 1; a row that is not live becomes zeros
+    tile        in shared memory
+    high, low   `row_address` of the lane's own row: lane l of warp w owns row w * rows / warps + l
+    live        bit l says whether the row of lane l is live; others become zeros, and their
+                address is not used
+    dim_chunks  16-byte chunks of a row; chunks behind them become zeros
 
-    All lanes of ``warps`` warps call it together; the caller commits the group and waits for it.
+    All lanes of ``warps`` warps call it together.
     """
     per_warp = rows // warps
     chunks = dim // CHUNK
     lane = cute.arch.lane_idx()
-    warp = cute.arch.warp_idx() % warps
-    slot_stride, row_stride, head_stride = (Int64(s) for s in cache.stride[:3])
-    base = cache.iterator + Int64(head_idx) * head_stride
-    dim_chunks = cache.shape[3] // CHUNK
-    mine = Int32(slot)
-    # Not unrolled whole: a producer has few registers for so many addresses.
-    for i in cutlass.range(per_warp * chunks // 32, unroll=4):
-        index = lane + 32 * i
-        owner = index // chunks
-        chunk = index - owner * chunks
-        slot_i = cute.arch.shuffle_sync(mine, offset=owner)
-        row_i = cute.arch.shuffle_sync(row, offset=owner)
-        live_i = (cute.arch.shuffle_sync(is_live, offset=owner) != 0) & (chunk < dim_chunks)
-        offset = Int64(slot_i) * slot_stride + Int64(row_i) * row_stride + Int64(chunk * CHUNK)
-        offset = Int64(cutlass.select_(live_i, offset, Int64(0)))
-        target = tile + swizzled(warp * per_warp + owner, chunk, rows, dim)
-        copy_chunk(target, base + offset, live_i)
+    first = (cute.arch.warp_idx() % warps) * per_warp
+    target = Int32(tile.toint())
+    same_chunk = 32 % chunks == 0  # a lane copies the same chunk of all of its rows
+    if const_expr(same_chunk):
+        live = Int32(cutlass.select_(lane % chunks < dim_chunks, live, Int32(0)))
+    for i in cutlass.range_constexpr(per_warp * chunks // 32):
+        index = Uint32(lane + 32 * i)
+        owner = Int32(index // chunks)
+        chunk = Int32(index % chunks)
+        source = joined(
+            cute.arch.shuffle_sync(high, offset=owner), cute.arch.shuffle_sync(low, offset=owner)
+        )
+        is_live = (live >> owner) & 1 != 0
+        if const_expr(not same_chunk):
+            is_live = is_live & (chunk < dim_chunks)
+        where = swizzled(first + owner, chunk, rows, dim) * 2
+        copy_chunk(target + where, source + Int64(chunk * CHUNK_BYTES), is_live, prefetch)
+
+
+@cute.jit
+def joined(high: Int32, low: Int32):
+    """The 64 bits of two halves."""
+    return cute.arch.inline_ptx(
+        "mov.b64 {$w0}, {{$r0}, {$r1}};", write_only_types=[Int64], read_only_args=[low, high]
+    )

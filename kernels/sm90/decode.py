@@ -5,7 +5,8 @@
 
 over the positions j of the cache that query i sees. The query heads that share a key head are
 packed into the rows of one tile (`blocks.gqa_packing`), so that each key is read once; the keys of
-a tile are divided among CTAs (`blocks.key_splits`), whose partial results `kernels.combine` merges.
+a tile are divided among CTAs (`blocks.key_splits`). Of those the last to finish merges the partial
+results of all (`kernels.combine`).
 Method: FA2 and Flash-Decoding (split keys), FA3 section 3.1 (roles), stream-K (equal shares).
 
 Roles (1 + W warpgroups; W = tile_m / 64)
@@ -20,8 +21,8 @@ Shared memory (sizes in elements of q's type; `DecodeSchedule.smem_bytes`)
   sV   (tile_n, head_dim_v, stages)    read transposed, as the N-major B operand of P V
 
 Hand-offs
-  k,v  filled by load from the last block to the first; `PipelineTmaAsync`, or `PipelineAsync` where
-       rows are gathered; released by all warps of attend
+  k,v  filled by load from the last block to the first; `PipelineTmaAsync`, or `PipelineCpAsync`
+       where rows are gathered; released by all warps of attend
 
 Positions out of use may hold NaN. Scores of such keys are masked, and their values must not meet a
 probability of 0: what is copied with them is overwritten with zeros (`clear_dead_values`).
@@ -40,6 +41,7 @@ from cutlass import BFloat16, Float16, Float32, Int32, Int64, Uint32, const_expr
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
 from cutlass.memory import SmemAllocator
 
+from fa4.kernels import combine
 from fa4.kernels.blocks import accumulator, global_view
 from fa4.kernels.blocks.gqa_packing import (
     PackedRange,
@@ -47,7 +49,17 @@ from fa4.kernels.blocks.gqa_packing import (
     mask_packed,
     row_limits,
 )
-from fa4.kernels.blocks.key_splits import Call, Entry, KeySplits, Segment
+from fa4.kernels.blocks.key_splits import (
+    NOTHING,
+    WHOLE,
+    Call,
+    Cursor,
+    Entry,
+    KeySplits,
+    Parts,
+    Segment,
+    Shares,
+)
 from fa4.kernels.blocks.online_softmax import (
     LOG2_E,
     finish_row,
@@ -56,14 +68,21 @@ from fa4.kernels.blocks.online_softmax import (
     scale_scores,
     soft_cap,
 )
-from fa4.kernels.blocks.paging import CHUNK, Addressing, gather_rows, locate_position, swizzled
-from fa4.kernels.combine import MergeParts
+from fa4.kernels.blocks.paging import (
+    CHUNK,
+    Addressing,
+    gather_rows,
+    locate_position,
+    row_address,
+    swizzled,
+)
 from fa4.kernels.features import DecodeFeatures
 from fa4.pipelines.sm90 import WARPGROUP
 from fa4.pipelines.sm90_decode import DecodeSchedule
 
 ROWS = 64  # packed query rows of a warpgroup: M of one wgmma
 WARPS = 4  # of a warpgroup
+EVICT_FIRST = 0x12F0000000000000  # L2 policy of data that is read once (`createpolicy`'s encoding)
 DTYPES = {"bf16": BFloat16, "fp16": Float16, "fp32": Float32}
 
 
@@ -71,7 +90,8 @@ class Barrier(IntEnum):
     """Named barriers; 0 is the CTA's own. QUERIES takes one id a warpgroup from here."""
 
     VALUES = 1
-    QUERIES = 2
+    PARTS = 2
+    QUERIES = 3
 
 
 class Tma(NamedTuple):
@@ -92,12 +112,24 @@ class Caches(NamedTuple):
 
 
 class Results(NamedTuple):
-    """Where results go. partial is None where no tile is split; see `HopperDecode.__call__`."""
+    """Where results go. partial and counters are None where no tile is split; see
+    `HopperDecode.__call__`."""
 
     out: cute.Tensor
     lse: cute.Tensor
     partial: Optional[cute.Tensor]
+    counters: Optional[cute.Tensor]
     sink: Optional[cute.Tensor]
+
+
+class RowPlace(NamedTuple):
+    """`paging.row_address` of a lane's row of K and of V, and which lanes' rows are live."""
+
+    k_high: Int32
+    k_low: Int32
+    v_high: Int32
+    v_low: Int32
+    live: Int32
 
 
 class Rings(NamedTuple):
@@ -160,6 +192,7 @@ class HopperDecode:
         mO: cute.Tensor,
         mLSE: cute.Tensor,
         mPartial: Optional[cute.Tensor],
+        mCounters: Optional[cute.Tensor],
         mCuQ: Optional[cute.Tensor],
         mLengths: cute.Tensor,
         mCuNew: Optional[cute.Tensor],
@@ -174,17 +207,20 @@ class HopperDecode:
         num_splits: Int32,
         slot_rows: Int32,
         max_ctas: Int32,
+        head_groups: Int32,
         fills_padding: Int32,
         stores_lse: Int32,
         stream: cuda.CUstream,
     ):
-        """Launch the kernel, and the one that merges partial results where there are any.
+        """Launch the kernel.
 
         mQ, mO       (batch, rows, heads_q, dim) or packed (total, heads_q, dim)
         mK, mV       (slots, rows, heads_kv, dim); all four: unit last stride, 16-byte aligned
         mLSE         (batch, heads_q, rows) or packed (heads_q, total), fp32
         mPartial     (slots, slot_rows, head_dim_v + 4) fp32, contiguous: partial outputs, each row
                      with its LSE behind it; 4 keep rows 16-byte aligned
+        mCounters    int32, one for each CTA (balanced) or tile: parts that are there. 0 before a
+                     launch, and again after it
         mCuQ         (batch + 1,) int32 where queries are packed
         mLengths     (batch,) int32: positions in use before new keys
         mCuNew       (batch + 1,) int32 where new keys are packed
@@ -195,7 +231,8 @@ class HopperDecode:
         new_rows     keys appended to each sequence, where they are not packed
         num_splits   parts of each tile; ignored by balanced schedules
         slot_rows    rows of a partial result
-        max_ctas     CTAs of the launch
+        max_ctas     CTAs of the launch, or (balanced) the most
+        head_groups  see `key_splits.Call`; ignored by schedules that are not balanced
         """
         schedule = self.schedule
         tile_n, warpgroups = schedule.tile_n, schedule.warpgroups
@@ -248,6 +285,7 @@ class HopperDecode:
         class SharedStorage:
             k_barriers: cute.struct.MemRange[cutlass.Int64, 2 * schedule.stages]
             v_barriers: cute.struct.MemRange[cutlass.Int64, 2 * schedule.stages]
+            parts_before: cute.struct.MemRange[Int32, 1]
             sQ: cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(sQ_layout)], 1024]
             sK: cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(sK_layout)], 1024]
             sV: cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(sV_layout)], 1024]
@@ -268,7 +306,10 @@ class HopperDecode:
             num_m_blocks = cute.ceil_div(rows_q * group, schedule.tile_m)
             num_tiles = num_m_blocks * heads_kv * batch
         num_items = num_tiles * num_splits if const_expr(schedule.merges) else num_tiles
-        ctas = max_ctas if const_expr(schedule.is_balanced) else cutlass.min(num_items, max_ctas)
+        sharers = max_ctas // head_groups
+        ctas = cutlass.min(num_items, max_ctas)
+        if const_expr(schedule.is_balanced):
+            ctas = sharers * head_groups
         call = Call(
             mCuQ,
             mLengths,
@@ -282,7 +323,8 @@ class HopperDecode:
             num_m_blocks,
             num_tiles,
             num_splits,
-            ctas,
+            sharers,
+            head_groups,
             slot_rows,
             softmax_scale,
             softcap,
@@ -291,7 +333,7 @@ class HopperDecode:
             fills_padding,
             stores_lse,
         )
-        results = Results(mO, mLSE, mPartial, mSink)
+        results = Results(mO, mLSE, mPartial, mCounters, mSink)
         self.kernel.set_name_prefix(
             f"fa4_sm90_decode_{self.features.name}_{schedule.name}", keep_mangled_name=False
         )
@@ -304,9 +346,6 @@ class HopperDecode:
             use_pdl=True,
             **self.residency(),
         )
-        if const_expr(schedule.merges):
-            merge = MergeParts(self.features, schedule, self.splits, self.dtype)
-            merge.launch(mO, mLSE, mPartial, mSink, call, stream)
 
     def residency(self):
         """Launch options that give a CTA its share of the registers where several share an SM."""
@@ -383,6 +422,7 @@ class HopperDecode:
                 sVt,
                 storage.sQ.data_ptr(),
                 storage.sV.data_ptr(),
+                storage.parts_before.data_ptr(),
                 rings,
                 call,
             )
@@ -392,7 +432,7 @@ class HopperDecode:
         schedule = self.schedule
         group = lambda count: pipeline.CooperativeGroup(pipeline.Agent.Thread, count)  # noqa: E731
         if self.gathers:
-            return pipeline.PipelineAsync.create(
+            return pipeline.PipelineCpAsync.create(
                 num_stages=schedule.stages,
                 producer_group=group(WARPGROUP),
                 consumer_group=group(WARPGROUP * schedule.warpgroups),
@@ -420,36 +460,30 @@ class HopperDecode:
         return pipeline.PipelineState(stages, count, count - turns * stages, phase)
 
     # Every role walks the same list of segments:
-    #     cursor = self.first_segment(call)
+    #     cursor, shares = self.first_place(call)
     #     while cursor.at < cursor.stop:
-    #         segment, cursor = self.next_segment(cursor, call)
+    #         segment, cursor = self.next_place(cursor, shares, call)
     @cute.jit
-    def first_segment(self, call: Call):
-        """The cursor (at, stop, entry) in front of this CTA's first segment."""
-        cta = cute.arch.block_idx()[0]
-        entry = Entry(Int32(0), Int32(0), Int32(1))
-        at = Int32(cta)
-        stop = Int32(call.num_tiles)
+    def first_place(self, call: Call):
+        """(cursor in front of this CTA's first segment, how keys are shared)."""
+        cta = Int32(cute.arch.block_idx()[0])
         if const_expr(self.schedule.is_balanced):
             shares = self.splits.shares(call)
-            at = self.splits.share(cta, shares)
-            stop = self.splits.share(cta + 1, shares)
-            if at < stop:
-                entry = self.splits.find_entry(at, call)
-        elif const_expr(self.schedule.merges):
+            return self.splits.first_place(cta, shares, call), shares
+        stop = Int32(call.num_tiles)
+        if const_expr(self.schedule.merges):
             stop = call.num_tiles * call.num_splits
-        return at, stop, entry
+        none = Int32(0)
+        return Cursor(cta, stop, Entry(none, none, none)), Shares(none, none, none, none)
 
     @cute.jit
-    def next_segment(self, at: Int32, stop: Int32, entry: Entry, call: Call):
-        """(segment, cursor's place behind it, entry)."""
+    def next_place(self, cursor: Cursor, shares: Shares, call: Call):
+        """(segment at the cursor, cursor behind it)."""
         if const_expr(self.schedule.is_balanced):
-            entry = self.splits.next_entry(entry, at, call)
-            segment, length = self.splits.balanced_segment(
-                entry, at, stop, cute.arch.block_idx()[0], call
-            )
-            return segment, at + length, entry
-        return self.splits.fixed_segment(at, call), at + cute.arch.grid_dim()[0], entry
+            cta = Int32(cute.arch.block_idx()[0])
+            return self.splits.next_place(cursor, cta, shares, call)
+        segment = self.splits.fixed_segment(cursor.at, call)
+        return segment, Cursor(cursor.at + cute.arch.grid_dim()[0], cursor.stop, cursor.entry)
 
     # -- load --------------------------------------------------------------------
     @cute.jit
@@ -468,9 +502,9 @@ class HopperDecode:
         TMA answers with zeros.
         """
         blocks_loaded = Int32(0)
-        at, stop, entry = self.first_segment(call)
-        while at < stop:
-            segment, at, entry = self.next_segment(at, stop, entry, call)
+        cursor, shares = self.first_place(call)
+        while cursor.at < cursor.stop:
+            segment, cursor = self.next_place(cursor, shares, call)
             keys = self.splits.keys(segment.tile.m_block, segment.sequence, call)
             num_blocks = segment.end - segment.first
             slot = Int32(0)
@@ -529,84 +563,62 @@ class HopperDecode:
                     cute.group_modes(target, 0, 2),
                     cute.group_modes(gX[None, None, j], 0, 2),
                 )
-                cute.copy(tma.atom, tXgX, tXsX, tma_bar_ptr=full)
+                hint = {"cache_policy": Int64(EVICT_FIRST)} if self.schedule.evicts_first else {}
+                cute.copy(tma.atom, tXgX, tXsX, tma_bar_ptr=full, **hint)
 
     @cute.jit
     def gather(self, sK: cute.Pointer, sV: cute.Pointer, caches: Caches, rings: Rings, call: Call):
-        """Warps 0 to 3: copy K and V row by row. A lane looks up the page of one row of a block.
+        """Warps 0 to 3: copy K and V row by row. A lane looks up the place of one row of a block.
 
-        A block's stage is handed over once its copies are complete, which is waited for when
-        2 stages - 2 later ones have been issued.
+        A stage's barrier completes by itself when all of its copies have: nobody waits for them
+        here, so that as many blocks are in flight as there are stages.
         """
         schedule = self.schedule
-        behind = schedule.stages - 1  # blocks of K, and of V, in flight
         k_stage = schedule.tile_n * schedule.head_dim
         v_stage = schedule.tile_n * schedule.head_dim_v
+        prefetch = ".L2::256B" if schedule.l2_prefetch else ""
+        k_chunks, v_chunks = caches.k.shape[3] // CHUNK, caches.v.shape[3] // CHUNK
         blocks_loaded = Int32(0)
-        at, stop, entry = self.first_segment(call)
-        while at < stop:
-            segment, at, entry = self.next_segment(at, stop, entry, call)
+        cursor, shares = self.first_place(call)
+        while cursor.at < cursor.stop:
+            segment, cursor = self.next_place(cursor, shares, call)
             keys = self.splits.keys(segment.tile.m_block, segment.sequence, call)
             num_blocks = segment.end - segment.first
-            slot = Int32(0)
-            row = Int32(0)
-            live = Int32(0)
+            row = RowPlace(*[Int32(0) for _ in range(5)])
             if num_blocks > 0:
-                slot, row, live = self.look_up_row(
-                    caches.addressing, segment, keys, segment.end - 1
-                )
+                row = self.look_up_row(caches, segment, keys, segment.end - 1)
             for i in cutlass.range(num_blocks, unroll=1):
-                slot_now = slot
-                row_now = row
-                live_now = live
+                now = row
                 if i + 1 < num_blocks:
-                    slot, row, live = self.look_up_row(
-                        caches.addressing, segment, keys, segment.end - 2 - i
-                    )
-                count = blocks_loaded + i
-                state = self.stage_at(count, True)
-                head_kv = segment.tile.head_kv
-                source = (slot_now, row_now, live_now, head_kv, schedule.tile_n)
+                    row = self.look_up_row(caches, segment, keys, segment.end - 2 - i)
+                state = self.stage_at(blocks_loaded + i, True)
                 rings.k.producer_acquire(state)
                 tile = sK + state.index * k_stage
-                gather_rows(tile, caches.k, *source, schedule.head_dim, WARPS)
-                cute.arch.cp_async_commit_group()
-                self.hand_over(rings.k, count - behind, 2 * behind)
+                source = (now.k_high, now.k_low, now.live, k_chunks)
+                gather_rows(tile, *source, schedule.tile_n, schedule.head_dim, WARPS, prefetch)
+                rings.k.producer_commit(state)
                 rings.v.producer_acquire(state)
                 tile = sV + state.index * v_stage
-                gather_rows(tile, caches.v, *source, schedule.head_dim_v, WARPS)
-                cute.arch.cp_async_commit_group()
-                self.hand_over(rings.v, count - behind, 2 * behind)
+                source = (now.v_high, now.v_low, now.live, v_chunks)
+                gather_rows(tile, *source, schedule.tile_n, schedule.head_dim_v, WARPS, prefetch)
+                rings.v.producer_commit(state)
             blocks_loaded = blocks_loaded + num_blocks
-        for i in cutlass.range_constexpr(behind):
-            self.hand_over(rings.k, blocks_loaded - behind + i, 0)
-            self.hand_over(rings.v, blocks_loaded - behind + i, 0)
+        # Shared memory must outlive the copies into it: attend waits for all of them.
 
     @cute.jit
-    def look_up_row(
-        self, addressing: Addressing, segment: Segment, keys: PackedRange, n_block: Int32
-    ):
-        """(slot, row, whether it is live) of this lane's row of a block; see `gather_rows`."""
+    def look_up_row(self, caches: Caches, segment: Segment, keys: PackedRange, n_block: Int32):
+        """Where this lane's row of a block lies; see `gather_rows`."""
         per_warp = self.schedule.tile_n // WARPS
         own = cute.arch.warp_idx() * per_warp + cute.arch.lane_idx() % per_warp
         key = n_block * self.schedule.tile_n + own
         is_live = (key >= keys.lo) & (key < keys.hi)
-        slot, row = locate_position(addressing, segment.tile.batch_idx, key, is_live)
-        return slot, row, Int32(is_live)
-
-    @cute.jit
-    def hand_over(
-        self,
-        ring: pipeline.PipelineAsync,
-        count: Int32,
-        in_flight: cutlass.Constexpr[int],
-    ):
-        """Give the ``count``-th filling to attend, once all but ``in_flight`` groups are there."""
-        if count >= 0:
-            cute.arch.cp_async_wait_group(in_flight)
-            # The matmuls read through another proxy than cp.async writes.
-            cute.arch.fence_proxy("async.shared", space="cta")
-            ring.producer_commit(self.stage_at(count, True))
+        slot, row = locate_position(caches.addressing, segment.tile.batch_idx, key, is_live)
+        # Where there is nothing to load, any address will do.
+        slot = Int32(cutlass.select_(is_live, slot, Int32(0)))
+        k_high, k_low = row_address(caches.k, slot, row, segment.tile.head_kv)
+        v_high, v_low = row_address(caches.v, slot, row, segment.tile.head_kv)
+        live = cute.arch.vote_ballot_sync(is_live)
+        return RowPlace(k_high, k_low, v_high, v_low, Int32(live))
 
     # -- attend ------------------------------------------------------------------
     @cute.jit
@@ -621,6 +633,7 @@ class HopperDecode:
         sVt: cute.Tensor,
         q_bytes: cute.Pointer,
         v_bytes: cute.Pointer,
+        parts_before: cute.Pointer,
         rings: Rings,
         call: Call,
     ):
@@ -649,17 +662,19 @@ class HopperDecode:
             *[cute.make_rmem_tensor(2, Int32) for _ in range(2)],
         )
         blocks_read = Int32(0)
-        at, stop, entry = self.first_segment(call)
-        while at < stop:
-            segment, at, entry = self.next_segment(at, stop, entry, call)
+        cursor, shares = self.first_place(call)
+        while cursor.at < cursor.stop:
+            segment, cursor = self.next_place(cursor, shares, call)
             first_row = segment.tile.m_block * schedule.tile_m
             if first_row < segment.sequence.q_rows * call.group:
                 keys = self.splits.keys(segment.tile.m_block, segment.sequence, call)
+                # In front of the output, whose registers it needs.
+                if segment.first < segment.end:
+                    self.load_queries(mQ, q_bytes, segment, place, call)
                 regs.out.fill(0.0)
                 regs.row_max.fill(-Float32.inf)
                 regs.row_sum.fill(0.0)
                 if segment.first < segment.end:
-                    self.load_queries(mQ, q_bytes, segment, place, call)
                     for r in cutlass.range_constexpr(2):
                         regs.begin[r], regs.end[r] = row_limits(
                             first_row + place.row + 8 * r,
@@ -682,7 +697,13 @@ class HopperDecode:
                         call,
                         blocks_read,
                     )
-                self.store(results, regs, segment, place, call)
+                if segment.slot != NOTHING:
+                    self.store(results, regs, segment, place, call)
+                if const_expr(schedule.merges):
+                    if segment.slot >= 0:
+                        cta = Int32(cute.arch.block_idx()[0])
+                        parts = self.splits.parts(segment, cursor, cta, shares, call)
+                        self.merge(results, parts, parts_before, segment, place, call)
         self.fill_padding(results, tidx, call)
 
     @cute.jit
@@ -697,44 +718,51 @@ class HopperDecode:
             barrier_id=Barrier.QUERIES + place.warpgroup, num_threads=WARPGROUP
         )
         base = self.query_offset(mQ, segment, call)
-        rows = segment.sequence.q_rows * call.group
         first = segment.tile.m_block * schedule.tile_m + place.warpgroup * ROWS
+        rows = segment.sequence.q_rows * call.group - first
         slab = q_bytes + place.warpgroup * (ROWS * schedule.head_dim)
         count = ROWS * chunks // WARPGROUP
         values = cute.make_rmem_tensor((CHUNK, count), self.dtype)
-        for i in cutlass.range_constexpr(count):
-            index = place.thread + WARPGROUP * i
-            row = index // chunks
-            chunk = index - row * chunks
-            is_live = (first + row < rows) & (chunk < mQ.shape[heads + 1] // CHUNK)
-            # Where there is nothing to load, something is: without branches all loads are in
-            # flight together.
-            packed = Int32(cutlass.select_(is_live, first + row, Int32(0)))
-            position = divide(packed, call.group)
-            head = packed - position * call.group
-            offset = base + Int64(position) * Int64(mQ.stride[heads - 1])
-            offset = offset + Int64(head) * Int64(mQ.stride[heads])
-            offset = offset + Int64(cutlass.select_(is_live, chunk, Int32(0)) * CHUNK)
-            values[None, i].store(self.chunk_of(mQ.iterator + offset).load())
-        # Every warp must be done with the matmuls that read the queries before these.
-        barrier.arrive_and_wait()
         zero = self.dtype(0.0)
         for i in cutlass.range_constexpr(count):
-            index = place.thread + WARPGROUP * i
-            row = index // chunks
-            chunk = index - row * chunks
-            is_live = (first + row < rows) & (chunk < mQ.shape[heads + 1] // CHUNK)
-            for j in cutlass.range_constexpr(CHUNK):
-                values[j, i] = values[j, i] if is_live else zero
+            row, chunk = self.query_chunk(place.thread, i)
+            is_live = (row < rows) & (chunk < mQ.shape[heads + 1] // CHUNK)
+            values[None, i].fill(zero)
+            if is_live:
+                position = divide(first + row, call.group)
+                head = first + row - position * call.group
+                offset = base + Int64(position) * Int64(mQ.stride[heads - 1])
+                offset = offset + Int64(head) * Int64(mQ.stride[heads])
+                offset = offset + Int64(chunk * CHUNK)
+                values[None, i].store(self.chunk_of(mQ.iterator + offset).load())
+        # Every warp must be done with the matmuls that read the queries before these.
+        barrier.arrive_and_wait()
+        for i in cutlass.range_constexpr(count):
+            row, chunk = self.query_chunk(place.thread, i)
             target = self.chunk_of(slab + swizzled(row, chunk, ROWS, schedule.head_dim))
             target.store(values[None, i].load())
         # Make these writes visible to the matmuls, which read through another proxy.
         cute.arch.fence_proxy("async.shared", space="cta")
         barrier.arrive_and_wait()
 
+    @cute.jit
+    def query_chunk(self, thread: Int32, i: cutlass.Constexpr[int]):
+        """(row of a slab, chunk) of the i-th 16 bytes that a thread copies."""
+        chunks = self.schedule.head_dim // CHUNK
+        if const_expr(WARPGROUP % chunks == 0):
+            # In this form addresses of one thread are seen to differ by constants.
+            row = divide(thread, chunks)
+            return row + WARPGROUP // chunks * i, thread - row * chunks
+        row = divide(thread + WARPGROUP * i, chunks)
+        return row, thread + WARPGROUP * i - row * chunks
+
     def chunk_of(self, pointer: cute.Pointer):
         """The 16 bytes at a pointer that is aligned to as many."""
-        return cute.make_tensor(pointer.align(16), cute.make_layout(CHUNK))
+        # `align` would round the address up at run time.
+        aligned = cute.make_ptr(
+            pointer.value_type, pointer.toint(), pointer.memspace, assumed_align=16
+        )
+        return cute.make_tensor(aligned, cute.make_layout(CHUNK))
 
     def query_offset(self, tensor: cute.Tensor, segment: Segment, call: Call):
         """Element offset in q or o of query 0 and the first head of a segment's tile."""
@@ -767,7 +795,7 @@ class HopperDecode:
         """
         # The first block has nothing to overlap with.
         k_state = self.stage_at(blocks_read, False)
-        rings.k.consumer_wait(k_state)
+        self.wait_full(rings.k, k_state)
         self.matmul(mma_qk, regs.scores, regs.q, regs.k[None, None, None, k_state.index], False)
         warpgroup.wait_group(0)
         rings.k.consumer_release(k_state)
@@ -794,7 +822,7 @@ class HopperDecode:
             blocks_read = blocks_read + (clear_first - segment.first)
 
         v_state = self.stage_at(blocks_read, False)
-        rings.v.consumer_wait(v_state)
+        self.wait_full(rings.v, v_state)
         self.clear_dead_values(v_bytes, v_state, place, keys, segment.first)
         p = accumulator.as_operand_a(regs.probabilities)
         self.matmul(mma_pv, regs.out, p, regs.v[None, None, None, v_state.index], True)
@@ -825,9 +853,9 @@ class HopperDecode:
         k_state = self.stage_at(blocks_read + 1, False)
         v_state = self.stage_at(blocks_read, False)
         p = accumulator.as_operand_a(regs.probabilities)
-        rings.v.consumer_wait(v_state)
+        self.wait_full(rings.v, v_state)
         self.clear_dead_values(v_bytes, v_state, place, keys, n_block + 1)
-        rings.k.consumer_wait(k_state)
+        self.wait_full(rings.k, k_state)
         self.matmul(mma_qk, regs.scores, regs.q, regs.k[None, None, None, k_state.index], False)
         self.matmul(mma_pv, regs.out, p, regs.v[None, None, None, v_state.index], True)
         warpgroup.wait_group(1)
@@ -839,6 +867,13 @@ class HopperDecode:
         # follow fill the gaps.
         accumulator.round_into(regs.probabilities, regs.scores)
         scale_rows(accumulator.by_row(regs.out), regs.rescale)
+
+    @cute.jit
+    def wait_full(self, ring: pipeline.PipelineAsync, state: pipeline.PipelineState):
+        ring.consumer_wait(state)
+        if const_expr(self.gathers):
+            # The matmuls read through another proxy than cp.async writes.
+            cute.arch.fence_proxy("async.shared", space="cta")
 
     @cute.jit
     def clear_dead_values(
@@ -936,7 +971,7 @@ class HopperDecode:
 
         A thread's neighbouring columns leave as one store; four lanes fill a sector of 32 bytes.
         """
-        is_final = segment.slot < 0
+        is_final = segment.slot == WHOLE
         has_sink = const_expr(results.sink is not None)
         rows = segment.sequence.q_rows * call.group
         acc = accumulator.by_row(regs.out)
@@ -968,6 +1003,101 @@ class HopperDecode:
                     self.store_partial_row(results.partial, part, dim, acc, r, regs, place)
                     if place.column == 0:
                         results.partial[segment.slot, part_row, dim] = lse
+
+    @cute.jit
+    def merge(
+        self,
+        results: Results,
+        parts: Parts,
+        parts_before: cute.Pointer,
+        segment: Segment,
+        place: Place,
+        call: Call,
+    ):
+        """Count a partial result in; where it is the last of its tile, merge all of them.
+
+        Parts are added up in the order of their keys, whoever comes last.
+        """
+        warpgroups = self.schedule.warpgroups
+        barrier = pipeline.NamedBarrier(
+            barrier_id=Barrier.PARTS, num_threads=WARPGROUP * warpgroups
+        )
+        # All rows have been written; the count makes them, and those of others, visible.
+        barrier.arrive_and_wait()
+        if place.warpgroup * WARPGROUP + place.thread == 0:
+            parts_before.store(combine.count_part(results.counters, parts.counter, parts.count))
+        barrier.arrive_and_wait()
+        if parts_before.load() == parts.count - 1:
+            first_row = segment.tile.m_block * self.schedule.tile_m
+            rows = cutlass.min(
+                segment.sequence.q_rows * call.group - first_row, self.schedule.tile_m
+            )
+            warp = place.warpgroup * WARPS + place.thread // 32
+            for row in cutlass.range(warp, rows, WARPS * warpgroups, unroll=1):
+                self.merge_row(results, parts, first_row, row, segment, call)
+
+    @cute.jit
+    def merge_row(
+        self,
+        results: Results,
+        parts: Parts,
+        first_row: Int32,
+        row: Int32,
+        segment: Segment,
+        call: Call,
+    ):
+        """One row of a tile from its parts, by one warp."""
+        out = results.out
+        rank = cute.rank(out)
+        dim = out.shape[rank - 1]
+        position = divide(first_row + row, call.group)
+        head = first_row + row - position * call.group
+        sink_log2 = -Float32.inf
+        if const_expr(results.sink is not None):
+            head_idx = segment.tile.head_kv * call.group + head
+            sink_log2 = results.sink[head_idx].to(Float32) * LOG2_E
+        width = results.partial.shape[2]
+        slot_bytes = Int64(call.slot_rows) * width
+        where = (
+            parts.first * slot_bytes + row * width,
+            parts.second * slot_bytes + row * width,
+            parts.step * slot_bytes,
+        )
+        places = combine.PartPlaces(*where, *where)
+        lse_partial = results.partial.iterator + dim
+        reference, total = combine.combined_lse(lse_partial, places, parts.count, sink_log2)
+        scale = Float32(0.0)
+        if total != 0.0:
+            scale = 1.0 / total
+        lane = cute.arch.lane_idx()
+        offset = self.query_offset(out, segment, call)
+        offset = offset + Int64(position) * Int64(out.stride[rank - 3])
+        offset = offset + Int64(head) * Int64(out.stride[rank - 2])
+        acc = cute.make_rmem_tensor(combine.VECTOR, Float32)
+        rounded = cute.make_rmem_tensor(combine.VECTOR, self.dtype)
+        for first in cutlass.range_constexpr(0, self.schedule.head_dim_v, 32 * combine.VECTOR):
+            column = first + lane * combine.VECTOR
+            combine.weighted_sum(
+                acc,
+                results.partial.iterator,
+                lse_partial,
+                places,
+                parts.count,
+                reference,
+                column,
+                dim,
+                Int32(0),
+                1,
+            )
+            if column < dim:
+                for i in cutlass.range_constexpr(combine.VECTOR):
+                    acc[i] = acc[i] * scale
+                accumulator.round_into(rounded, acc)
+                target = (out.iterator + (offset + column)).align(8)
+                cute.make_tensor(target, cute.make_layout(combine.VECTOR)).store(rounded.load())
+        if (call.stores_lse != 0) & (lane == 0):
+            lse = combine.log_of(reference, total)
+            self.store_lse(results.lse, lse, position, head, segment, call)
 
     @cute.jit
     def store_row(
@@ -1095,6 +1225,7 @@ def compile_decode(
         rows_tensor(q_modes),
         strided(Float32, q_modes - 1),
         compact(Float32, 3, schedule.merges, align=16),
+        compact(Int32, 1, schedule.merges),
         strided(Int32, 1, features.packed_q),
         strided(Int32, 1),
         strided(Int32, 1, features.packed_new),
@@ -1103,7 +1234,7 @@ def compile_decode(
         strided(DTYPES.get(features.sink_dtype), 1, features.sink_dtype is not None),
         Float32(1.0),
         Float32(0.0),
-        *[Int32(1) for _ in range(8)],
+        *[Int32(1) for _ in range(9)],
         cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True),
         options=f"--enable-tvm-ffi --gpu-arch {arch} {options}".strip(),
     )

@@ -181,6 +181,38 @@ def test_a_captured_graph_replays_with_changed_lengths_pages_and_tokens(num_spli
         assert torch.equal(bits(stable.storage), bits(inputs.storage))
 
 
+@pytest.mark.parametrize("num_splits", [0, 5])
+def test_streams_and_graphs_at_work_at_the_same_time_keep_their_parts_apart(num_splits) -> None:
+    """All of them count the parts of split tiles, and one that counted another's would be wrong."""
+    rng = random.Random(fresh_seed())
+    calls = []
+    for _ in range(4):
+        lengths = tuple(rng.randint(1, 3000) for _ in range(3))
+        case = CacheCase(lengths, heads_q=8, head_dim=128, page_size=16, num_splits=num_splits)
+        calls.append(make_cache_inputs(case, DEVICE))
+    expected = [attend(inputs, "fa4") for inputs in calls]
+    graphs, captured = [], []
+    for inputs in calls[:2]:
+        graphs.append(torch.cuda.CUDAGraph())
+        with torch.cuda.graph(graphs[-1]):
+            captured.append(attend(inputs, "fa4"))
+    torch.cuda.synchronize()
+    streams = [torch.cuda.Stream() for _ in calls]
+    results: list[list[tuple[torch.Tensor, torch.Tensor]]] = [[] for _ in calls]
+    for _ in range(30):
+        for i, (stream, inputs) in enumerate(zip(streams, calls, strict=True)):
+            with torch.cuda.stream(stream):
+                if i < 2:
+                    graphs[i].replay()
+                    results[i].append(tuple(t.clone() for t in captured[i]))
+                else:
+                    results[i].append(attend(inputs, "fa4"))
+    torch.cuda.synchronize()
+    for given, exact in zip(results, expected, strict=True):
+        for result in given:
+            assert all(torch.equal(bits(a), bits(b)) for a, b in zip(result, exact, strict=True))
+
+
 def test_a_call_never_waits_for_the_device() -> None:
     case = CacheCase(
         (300, 20), new=(1, 1), head_dim=128, page_size=16, causal=True, rotary="half", num_splits=2
