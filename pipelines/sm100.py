@@ -284,8 +284,7 @@ def _heads_in_rows(features: ForwardFeatures, rows: int | None, group: int) -> i
     """The group where it fills query tiles that would be more than a tenth emptier without."""
     if rows is None or group not in HEADS_IN_ROWS:
         return 1
-    if features.packed_q or features.has_seqused_q:
-        return 1  # the TMA view of ragged rows has no mode left for heads
+    rows = max(rows, 1)  # a mean below 1
     apart = -(-rows // ROWS) * group
     together = -(-rows * group // ROWS)
     return group if 1.1 * together < apart else 1

@@ -53,11 +53,12 @@ def spec_of(
     options: dict[str, Any],
     rows: int | None = None,
     arch: str = "sm_100a",
+    group: int = 1,
 ) -> KernelSpec:
     features = ForwardFeatures(
         **{"dtype": "bf16", "head_dim": head_dim, "head_dim_v": head_dim_v, **options}
     )
-    return KernelSpec(ENTRY, arch, features, forward_schedule(features, rows, 1, arch))
+    return KernelSpec(ENTRY, arch, features, forward_schedule(features, rows, group, arch))
 
 
 # One of each structure: two query tiles, a pair of CTAs, a single query tile; static and dynamic
@@ -77,7 +78,12 @@ REST = [
         if dim == dim_v or (dim, dim_v) == (192, 128) or options is HEAVIEST
     )
     if spec not in USUAL
-] + [spec_of(128, 128, FULL, arch="sm_103a"), spec_of(64, 64, CAUSAL, arch="sm_103a")]
+] + [
+    spec_of(128, 128, FULL, arch="sm_103a"),
+    spec_of(64, 64, CAUSAL, arch="sm_103a"),
+    spec_of(128, 128, HEAVIEST, rows=3, group=8),  # heads that share a tile of ragged rows
+    spec_of(256, 256, HEAVIEST, rows=60, group=8),
+]
 
 
 def name_of(spec: KernelSpec) -> str:

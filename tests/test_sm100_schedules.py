@@ -107,8 +107,9 @@ def test_heads_share_a_tile_where_that_fills_it() -> None:
     assert [heads(1, group) for group in (1, 3, 4, 64, 128)] == [1, 1, 4, 64, 1]
     assert heads(130, 4) == 4  # two tiles a head, or five for all
     assert heads(1024, 8) == 1
-    assert heads(1, 8, packed_q=True) == heads(1, 8, has_seqused_q=True) == 1
+    assert heads(1, 8, packed_q=True) == heads(1, 8, has_seqused_q=True) == 8
     assert heads(1, 8, has_seqused_k=True, packed_k=True) == 8
+    assert heads(0, 8, packed_q=True) == 8  # a mean of many sequences, some of them empty
 
 
 def test_work_of_unequal_cost_is_handed_out_dynamically() -> None:

@@ -64,7 +64,7 @@ import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
 import cutlass.utils.blackwell_helpers as sm100
-from cutlass import BFloat16, Float16, Float32, Int32, Uint32, const_expr
+from cutlass import BFloat16, Float16, Float32, Int32, Int64, Uint32, const_expr
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync, tcgen05
 from cutlass.memory import SmemAllocator
 
@@ -111,11 +111,14 @@ class Warp(IntEnum):
 
 
 class Tma(NamedTuple):
-    """A TMA copy, the tensor of coordinates that it takes, and `global_view.ragged`'s units."""
+    """A TMA copy, the tensor of coordinates that it takes, and its units where rows are ragged.
+
+    units  of `global_view.ragged`, or of `BlackwellForward.ragged_with_heads`
+    """
 
     atom: cute.CopyAtom
     tensor: cute.Tensor
-    units: Optional[tuple[Int32, Int32]]
+    units: Optional[tuple[Int32, ...]]
 
 
 class Call(NamedTuple):
@@ -352,27 +355,67 @@ class BlackwellForward:
         )
 
     def with_heads_in_rows(self, tensor: cute.Tensor):
-        """View q or o (rows, dim, heads, batch) as ((group, rows), dim, heads / group, batch).
+        """View q or o (rows, dim, heads[, batch]) as ((group, rows), dim, heads / group[, batch]).
 
         Row r is position r // group of the group's head r % group.
         """
         group = self.schedule.heads_in_rows
         if group == 1:
             return tensor
-        rows, dim, heads, batch = tensor.shape
-        row_stride, dim_stride, head_stride, batch_stride = tensor.stride
+        rows, dim, heads, *batch = tensor.shape
+        row_stride, dim_stride, head_stride, *batch_stride = tensor.stride
         return cute.make_tensor(
             tensor.iterator,
             cute.make_layout(
-                ((group, rows), dim, heads // group, batch),
+                ((group, rows), dim, heads // group, *batch),
                 stride=(
                     (head_stride, row_stride),
                     dim_stride,
                     head_stride * group,
-                    batch_stride,
+                    *batch_stride,
                 ),
             ),
         )
+
+    def ragged_with_heads(self, tensor: cute.Tensor):
+        """`global_view.ragged` of what `with_heads_in_rows` returns, whose rows take two modes.
+
+        Returns (view, row_units, batch_units, group_units). The view is ((group, positions), dim,
+        back, forth): groups of heads share the forth mode with rows and batch entries, so that
+        TMA's five modes suffice. Its back mode has fewer steps than that of `global_view.ragged`,
+        and longer ones, so that all rows can be counted in 32 bits.
+        """
+        group = self.schedule.heads_in_rows
+        (head_stride, row_stride), dim_stride, group_stride, *batch = tensor.stride
+        batch_stride = Int64(0)
+        if batch:
+            batch_stride = Int64(cutlass.select_(tensor.shape[3] == 1, Int64(0), Int64(batch[0])))
+        step = global_view.TMA_ALIGNMENT // ELEMENT_BYTES
+        common = global_view.greatest_common_divisor(Int64(row_stride), batch_stride)
+        common = global_view.greatest_common_divisor(common, Int64(group_stride))
+        unit = cutlass.max(common, Int64(step))
+        any_extent = global_view.ANY_EXTENT
+        # A multiple of 16 bytes below 2**40, TMA's limit; times the steps, a multiple of 2**64.
+        back = Int64(group << 33) - row_stride
+        view = cute.make_tensor(
+            tensor.iterator,
+            cute.make_layout(
+                (
+                    (group, global_view.RAGGED_ROWS // group),
+                    tensor.shape[1],
+                    any_extent,
+                    any_extent,
+                ),
+                stride=(
+                    (head_stride, row_stride),
+                    dim_stride,
+                    cute.assume(back, divby=step),
+                    cute.assume(unit, divby=step),
+                ),
+            ),
+        )
+        units = (Int32(stride // unit) for stride in (row_stride, batch_stride, group_stride))
+        return view, *units
 
     def rows_layout(self, rows: int, dim: int, stages: int):
         """(rows, dim, stages), rows swizzled as TMA and matrix descriptors agree on."""
@@ -381,7 +424,9 @@ class BlackwellForward:
     def tma(self, op, tensor: cute.Tensor, is_ragged: bool, staged_layout, tile):
         """A TMA copy of ``tile`` rows by dims of ``tensor`` to or from one stage of a layout."""
         units = None
-        if is_ragged:
+        if is_ragged and isinstance(tensor.shape[0], tuple):
+            tensor, *units = self.ragged_with_heads(tensor)
+        elif is_ragged:
             tensor, *units = global_view.ragged(tensor)
         one_stage = cute.slice_(staged_layout, (None, None, 0))
         atom, coordinates = cpasync.make_tiled_tma_atom(op, tensor, one_stage, tile)
@@ -722,9 +767,19 @@ class BlackwellForward:
         tile = work.tile
         # Packed sequences are told apart by their rows, not by a batch mode.
         batch_idx = Int32(0) if self.features.packed_q else tile.batch_idx
-        rows = global_view.one_sequence(
-            tma.tensor, tma.units, work.q.start, length, tile.head_idx, batch_idx
-        )
+        start, head_idx = work.q.start, tile.head_idx
+        group = self.schedule.heads_in_rows
+        if const_expr(self.q_is_ragged and group > 1):
+            row_units, batch_units, group_units = tma.units
+            forth = (start + length) * row_units + batch_idx * batch_units + head_idx * group_units
+            positions = global_view.RAGGED_ROWS // group
+            rows = cute.domain_offset(
+                ((0, positions - length), 0), tma.tensor[None, None, positions, forth]
+            )
+        else:
+            rows = global_view.one_sequence(
+                tma.tensor, tma.units, start, length, head_idx, batch_idx
+            )
         return cute.local_tile(rows, (ROWS, dim), (None, 0))
 
     def key_rows(self, tma: Tma, work: Work, call: Call, shape: tuple[int, int], column):

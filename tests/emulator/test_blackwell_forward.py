@@ -27,6 +27,7 @@ QUICK = [
     Case((30, 1, 290), (60, 7, 400), 1, 1, packed_q=True, packed_k=True, tail_q=9, tail_k=20),
     Case((300,), (500,), 1, 1, head_dim=256, causal=True),  # a pair of CTAs, one query tile
     Case((70,), (400,), 4, 1, causal=True),  # heads that share a tile
+    Case((3, 0, 20, 1), (300, 5, 100, 333), 16, 2, packed_q=True, packed_k=True, tail_q=5),  # too
 ]
 SLOW = [
     Case((200, 200), (450, 450), 1, 1, head_dim=128),  # few rows: one CTA
@@ -53,6 +54,32 @@ SLOW = [
     Case((40,), (450,), 8, 1, head_dim=256, window_size=(200, 10)),
     Case((60,), (400,), 8, 1, head_dim=96, softcap=3.0, used_k=(333,)),
     Case((90,), (20,), 4, 1, causal=True),
+    Case(
+        (3, 0, 40, 1),
+        (300, 5, 100, 333),
+        16,
+        2,
+        128,
+        128,
+        packed_q=True,
+        packed_k=True,
+        causal=True,
+    ),
+    Case((1, 1, 0, 1), (200, 300, 5, 129), 64, 1, packed_q=True, packed_k=True),
+    Case(
+        (5, 7, 2),
+        (5, 7, 2),
+        32,
+        2,
+        packed_q=True,
+        packed_k=True,
+        storage="fused",
+        window_size=(3, 3),
+    ),
+    Case((40, 70), (400, 300), 8, 1, 256, 256, packed_q=True, packed_k=True, sink=torch.float32),
+    Case((60, 90), (300, 400), 8, 2, 192, 128, packed_q=True, packed_k=True, causal=True),
+    Case((40, 40), (300, 300), 8, 1, used_q=(13, 40), storage="heads_first", dtype=torch.float16),
+    Case((1, 1), (300, 300), 8, 1, used_q=(1, 0), used_k=(300, 17)),
 ]
 
 
