@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from fa4.compiler import KernelSpec, get_kernel
+from fa4.device_counters import device_counters
 from fa4.dispatch import (
     ARCHITECTURE_NAMES,
     MAX_TILES,
@@ -19,7 +20,6 @@ from fa4.dispatch import (
     capability_of,
 )
 from fa4.kernels.features import AppendFeatures, CombineFeatures, DecodeFeatures, head_dim_class
-from fa4.kvcache_counters import arrival_counters
 from fa4.kvcache_problem import KVCacheProblem
 from fa4.pipelines.sm90_decode import DecodePlan, decode_plan, head_groups
 from fa4.problem import MAX_COORDINATE
@@ -322,7 +322,7 @@ class KVCacheLaunch:
         partial = counters = None
         if self.partial_form is not None:
             partial = torch.empty_like(self.partial_form, memory_format=torch.contiguous_format)
-            counters = arrival_counters(self.device, self.num_counters)
+            counters = device_counters(self.device, self.num_counters)
         self.kernel(
             q,
             k_cache,

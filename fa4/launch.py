@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from fa4.compiler import KernelSpec, get_kernel
+from fa4.device_counters import device_counters
 from fa4.problem import AttentionProblem
 
 # Keys and values of the heads that run together should fit in this much of L2. An H200 has 60 MB,
@@ -121,23 +122,11 @@ def tile_order(problem: AttentionProblem, schedule: Any, multiprocessors: int) -
 
 
 def tile_counter(schedule: Any, device: torch.device) -> tuple[Tensor | None, ...]:
-    """The kernel's last argument, for those that have it: where CTAs count the tiles they take.
-
-    It is 0 between launches, and kernels of one stream run one after another. A captured graph
-    may run beside anything else, so that each of its launches gets its own.
-    """
+    """The kernel's last argument, for those that have it: where CTAs count the tiles they take."""
     is_dynamic = getattr(schedule, "is_dynamic", None)
     if not is_dynamic:
         return () if is_dynamic is None else (None,)
-    if device.type == "cpu" or torch.cuda.is_current_stream_capturing():
-        return (torch.zeros(1, dtype=torch.int32, device=device),)
-    return (_counter_of(device, torch._C._cuda_getCurrentRawStream(device.index)),)
-
-
-@functools.cache
-def _counter_of(device: torch.device, stream: int) -> Tensor:
-    """Kept for ever: a kernel may still be counting in it."""
-    return torch.zeros(1, dtype=torch.int32, device=device)
+    return (device_counters(device, 1),)
 
 
 @functools.cache
