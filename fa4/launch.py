@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,8 +15,6 @@ from fa4.problem import AttentionProblem
 # Keys and values of the heads that run together should fit in this much of L2. An H200 has 60 MB,
 # of which Q, O and the other sequences' leftovers take a share.
 L2_FOR_KEYS_BYTES = 40_000_000
-
-MAX_CTAS = 2**31 - 1  # of a grid: one CTA a tile
 
 
 class Lengths(NamedTuple):
@@ -48,8 +46,8 @@ class ForwardLaunch:
         self.out_shape, self.lse_shape = result_shapes(problem)
         self.out_is_like_q = q.is_contiguous() and q.shape == self.out_shape
         self.unwanted_lse = _unwanted_lse(self.device, len(self.lse_shape))
-        self.scalars = scalar_arguments(problem, spec.schedule, multiprocessor_count(self.device))
-        self.schedule = spec.schedule
+        self.scalars = scalar_arguments(problem, multiprocessor_count(self.device))
+        self.spec = spec
 
     def __call__(
         self,
@@ -77,9 +75,9 @@ class ForwardLaunch:
         )
         if self.may_be_elsewhere and torch.cuda.current_device() != self.device.index:
             with torch.cuda.device(self.device):
-                self.kernel(*arguments, *tile_counter(self.schedule, self.device))
+                self.kernel(*arguments, *tile_counter(self.spec, self.device))
         else:
-            self.kernel(*arguments, *tile_counter(self.schedule, self.device))
+            self.kernel(*arguments, *tile_counter(self.spec, self.device))
         return out, lse
 
 
@@ -91,41 +89,25 @@ def result_shapes(problem: AttentionProblem) -> tuple[tuple[int, ...], tuple[int
     return (batch, rows, heads, problem.head_dim_v), (batch, heads, rows)
 
 
-def scalar_arguments(
-    problem: AttentionProblem, schedule: Any, multiprocessors: int
-) -> tuple[int | float, ...]:
+def scalar_arguments(problem: AttentionProblem, multiprocessors: int) -> tuple[int | float, ...]:
     """A forward kernel's arguments from softmax_scale to max_ctas; see its host entry."""
     return (
         problem.softmax_scale,
         problem.softcap,
         problem.window_left or 0,
         problem.window_right or 0,
-        *tile_order(problem, schedule, multiprocessors),
+        heads_in_group(problem),
+        multiprocessors,
     )
 
 
-# A CTA that takes pairs of tiles hides the change of tile, worth about a twentieth of the time,
-# but the last wave is filled less well than by CTAs of one tile that the hardware hands out.
-FOLDED_WAVES_FILLED = 0.95
+def tile_counter(spec: KernelSpec, device: torch.device) -> tuple[Tensor, ...]:
+    """The last argument of Hopper's kernel, where CTAs count the tiles they take.
 
-
-def tile_order(problem: AttentionProblem, schedule: Any, multiprocessors: int) -> tuple[int, int]:
-    """(heads_in_group, max_ctas) of a forward kernel; see `kernels.sm90.forward`."""
-    if not getattr(schedule, "folds", False):
-        return heads_in_group(problem), multiprocessors
-    tiles_a_head = -(-problem.seqlen_q // schedule.tile_m)
-    pairs = problem.batch * problem.heads_q * -(-tiles_a_head // 2)
-    waves = -(-pairs // multiprocessors)
-    if pairs >= FOLDED_WAVES_FILLED * waves * multiprocessors:
-        return 0, multiprocessors  # in pairs
-    return heads_in_group(problem), MAX_CTAS
-
-
-def tile_counter(schedule: Any, device: torch.device) -> tuple[Tensor | None, ...]:
-    """The kernel's last argument, for those that have it: where CTAs count the tiles they take."""
-    is_dynamic = getattr(schedule, "is_dynamic", None)
-    if not is_dynamic:
-        return () if is_dynamic is None else (None,)
+    On Blackwell the hardware hands out tiles.
+    """
+    if spec.arch != "sm_90a":
+        return ()
     return (device_counters(device, 1),)
 
 

@@ -40,15 +40,11 @@ COLUMNS = (
     "registers: consumer, producer",
     "of which O + S + P",
     "shared memory, KiB",
-    "persistent",
 )
 
 
 def forward_table() -> str:
-    """The forward schedules, a line for each pair of head dim classes and distinct schedule.
-
-    Whether a kernel is persistent has a column and no line of its own.
-    """
+    """The forward schedules, a line for each pair of head dim classes and distinct schedule."""
     rows = [COLUMNS, ("---",) * len(COLUMNS)]
     for head_dim in HEAD_DIM_CLASSES:
         for head_dim_v in HEAD_DIM_CLASSES:
@@ -58,15 +54,11 @@ def forward_table() -> str:
 
 def _rows(head_dim: int, head_dim_v: int) -> list[tuple[str, ...]]:
     kinds_of: dict[ForwardSchedule, list[str]] = {}
-    persistent: list[str] = []
     for kind, options in KINDS.items():
         schedule = forward_schedule(
             ForwardFeatures(dtype="bf16", head_dim=head_dim, head_dim_v=head_dim_v, **options)
         )
-        if schedule.is_persistent:
-            persistent.append(kind)
-        as_one_tile = dataclasses.replace(schedule, is_persistent=False, folds=False)
-        kinds_of.setdefault(as_one_tile, []).append(kind)
+        kinds_of.setdefault(schedule, []).append(kind)
     return [
         (
             str(head_dim),
@@ -79,17 +71,14 @@ def _rows(head_dim: int, head_dim_v: int) -> list[tuple[str, ...]]:
             f"{schedule.consumer_registers}, {schedule.producer_registers}",
             str(schedule.accumulator_registers),
             f"{schedule.smem_bytes / 1024:g}",
-            _words([kind for kind in kinds if kind in persistent], of=kinds),
         )
         for schedule, kinds in kinds_of.items()
     ]
 
 
-def _words(kinds: list[str], of: list[str] | None = None) -> str:
-    """Kinds as a list, "all" if they are all there are, "none" for none."""
-    if not kinds:
-        return "none"
-    return "all" if kinds == (list(KINDS) if of is None else of) else ", ".join(kinds)
+def _words(kinds: list[str]) -> str:
+    """Kinds as a list, "all" if they are all there are."""
+    return "all" if kinds == list(KINDS) else ", ".join(kinds)
 
 
 BLACKWELL_COLUMNS = (

@@ -36,9 +36,6 @@ class ForwardSchedule:
                            it has its own. The next tile's Q and first K are loaded meanwhile
     takes_turns            warpgroups issue their matmuls in turns, so that one computes softmax
                            while the other keeps the tensor cores busy (FA3 section 3.1)
-    is_persistent          a CTA takes tile after tile; otherwise one CTA a tile
-    folds                  causal: it may be told to take them in pairs, a long and a short one
-    is_dynamic             a CTA takes the next tile that no other has taken
     """
 
     head_dim: int
@@ -50,9 +47,6 @@ class ForwardSchedule:
     producer_registers: int
     o_shares_v: bool
     takes_turns: bool
-    is_persistent: bool
-    folds: bool = False
-    is_dynamic: bool = False
 
     @property
     def consumer_warpgroups(self) -> int:
@@ -83,28 +77,15 @@ class ForwardSchedule:
             f"{self.consumer_warpgroups} consumer warpgroups of {self.consumer_registers} "
             f"registers, producer {self.producer_registers}, "
             f"{'turns between warpgroups, ' if self.takes_turns else ''}"
-            f"{'persistent' if self.is_persistent else 'one tile a CTA'}"
-            f"{', in pairs of tiles' if self.folds else ''}, "
             f"{self.smem_bytes // 1024} KiB shared memory"
         )
 
     @property
     def name(self) -> str:
-        parts = [f"m{self.tile_m}n{self.tile_n}s{self.stages}"]
-        if self.is_persistent:
-            parts.append("persistent")
-        if self.folds:
-            parts.append("folded")
-        if self.is_dynamic:
-            parts.append("dynamic")
-        return "_".join(parts)
+        return f"m{self.tile_m}n{self.tile_n}s{self.stages}"
 
     def __post_init__(self) -> None:
         problems = []
-        if self.folds and not self.is_persistent:
-            problems.append("folds=True needs is_persistent=True")
-        if self.is_dynamic and (self.folds or not self.is_persistent):
-            problems.append("is_dynamic=True needs is_persistent=True and folds=False")
         if self.o_shares_v and (self.tile_n < 64 or self.stages < self.consumer_warpgroups):
             problems.append(
                 f"o_shares_v=True needs a stage of 64 rows or more for each of "
@@ -163,19 +144,6 @@ def forward_rule(features: ForwardFeatures) -> ForwardSchedule:
     is_narrow = head_dim <= 64 and head_dim_v <= 64
     is_simple = features.score == "plain" and not features.has_left_bound
     tile_m, consumer, producer = (192, 160, 32) if is_narrow and is_simple else (128, 240, 24)
-    # Tiles of equal cost: a CTA that takes every n-th of them hides the change of tile, and so does
-    # one that takes pairs of a long and a short causal tile. Windows and ragged tiles the hardware
-    # balances better, handing out a CTA at a time.
-    is_ragged = (
-        features.packed_q or features.packed_k or features.has_seqused_q or features.has_seqused_k
-    )
-    is_uniform = not (features.has_right_bound or is_ragged)
-    # A wide output leaves no room for the next tile's Q, and the change of tile shows all the same.
-    folds = (
-        features.has_right_bound
-        and not (features.has_left_bound or is_ragged)
-        and head_dim_v <= 128
-    )
     for tile_n in range(128, 15, -16):
         for o_shares_v in (False, True):
             for stages in (3, 2):
@@ -190,9 +158,6 @@ def forward_rule(features: ForwardFeatures) -> ForwardSchedule:
                         producer_registers=producer,
                         o_shares_v=o_shares_v,
                         takes_turns=head_dim_v <= 128,
-                        is_persistent=True,
-                        folds=folds,
-                        is_dynamic=not (is_uniform or folds),
                     )
                 except ValueError:
                     continue  # over a budget: try the next smaller one

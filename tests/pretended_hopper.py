@@ -87,11 +87,8 @@ class FakeKernel:
             assert type(arguments[name]) is float, name
         for name in KERNEL_ARGUMENTS[12:-1]:
             assert type(arguments[name]) is int, name
-        if self.spec.schedule.is_dynamic:
-            counter = arguments["counter"]
-            assert (counter.dtype, counter.tolist()) == (torch.int32, [0])
-        else:
-            assert arguments["counter"] is None
+        counter = arguments["counter"]
+        assert (counter.dtype, counter.tolist()) == (torch.int32, [0])
 
     def compute(
         self,
@@ -110,7 +107,7 @@ class FakeKernel:
         stores_lse: int,
         heads_in_group: int,
         max_ctas: int,
-        counter: Tensor | None,
+        counter: Tensor,
         **lengths: Tensor | None,
     ) -> None:
         features = self.features

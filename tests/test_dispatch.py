@@ -248,7 +248,7 @@ def test_text_of_a_decision_names_the_kernel_or_every_reason() -> None:
     assert answered.kernel is not None
     name = answered.kernel_name
     assert name is not None
-    assert re.fullmatch(r"fa4_sm90_forward_bf16_d128_m\d+n\d+s\d(_persistent)?", name)
+    assert re.fullmatch(r"fa4_sm90_forward_bf16_d128_m\d+n\d+s\d", name)
     lines = str(answered).splitlines()
     assert lines[0] == f"problem   {PLAIN}"
     assert f"answer    kernel {name} for sm_90a" in lines

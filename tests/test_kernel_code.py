@@ -234,13 +234,13 @@ def test_c65_the_compiled_function_takes_what_a_launch_passes(options: dict[str,
         "mUsedQ": ("int32", 1) if wanted.has_seqused_q else None,
         "mUsedK": ("int32", 1) if wanted.has_seqused_k else None,
         "mSink": None if wanted.sink_dtype is None else (dtypes[wanted.sink_dtype], 1),
-        "mCounter": ("int32", 1) if forward_schedule(wanted).is_dynamic else None,
+        "mCounter": ("int32", 1),
     }
     for name, contract in expected.items():
         if contract is None:
             assert parameters[name] == "None"
             continue
-        # Every extent has a name of its own: nothing about sizes is compiled in. The counter is one.
+        # Every extent has a name of its own: no size is compiled in. The counter is one word.
         extents, dtype = re.fullmatch(r"Tensor\(\[(.*)\], (\w+)\)", parameters[name]).groups()
         assert (dtype, len(extents.split(", "))) == contract
         assert re.fullmatch("1" if name == "mCounter" else r"n\d+(, n\d+)*", extents)
@@ -267,7 +267,7 @@ def example_arguments(wanted: ForwardFeatures) -> list[Any]:
     ]
     sink = None if wanted.sink_dtype is None else torch.zeros(1, dtype=torch.bfloat16)
     lse = torch.zeros((1,) * (modes_q - 1))
-    counter = torch.zeros(1, dtype=torch.int32) if forward_schedule(wanted).is_dynamic else None
+    counter = torch.zeros(1, dtype=torch.int32)
     return [q, k, k, q, lse, *lengths, sink, 1.0, 0.0, 0, 0, 1, 1, 1, 1, counter]
 
 

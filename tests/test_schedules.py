@@ -32,7 +32,6 @@ GOOD = ForwardSchedule(
     producer_registers=24,
     o_shares_v=False,
     takes_turns=True,
-    is_persistent=False,
 )
 
 RAGGED = {"packed_q": True, "packed_k": True, "has_seqused_q": True, "has_seqused_k": True}
@@ -208,8 +207,6 @@ def test_dtype_and_sink_do_not_change_the_schedule() -> None:
         ({"stages": 3}, "shared memory 263168 exceeds 232448 bytes"),
         ({"o_shares_v": True, "tile_n": 48}, "o_shares_v=True needs a stage of 64 rows or more"),
         ({"o_shares_v": True, "tile_m": 192}, "for each of 3 warpgroups; there are 2 of 128"),
-        ({"folds": True}, "folds=True needs is_persistent=True"),
-        ({"is_dynamic": True}, "is_dynamic=True needs is_persistent=True and folds=False"),
     ],
     ids=lambda value: str(value) if isinstance(value, dict) else "",
 )
@@ -272,26 +269,18 @@ def test_the_choice_is_the_same_every_time() -> None:
 def test_description_says_what_the_schedule_does() -> None:
     assert GOOD.description == (
         "query tile 128, key block 128, 2 K/V stages, 2 consumer warpgroups of 240 registers, "
-        "producer 24, turns between warpgroups, one tile a CTA, 193 KiB shared memory"
+        "producer 24, turns between warpgroups, 193 KiB shared memory"
     )
-    other = dataclasses.replace(GOOD, takes_turns=False, is_persistent=True)
+    other = dataclasses.replace(GOOD, takes_turns=False)
     assert "turns" not in other.description
-    assert "persistent" in other.description
 
 
 def test_name_tells_schedules_of_one_kernel_apart() -> None:
     names = {
         dataclasses.replace(GOOD, **changes).name
-        for changes in (
-            {},
-            {"tile_m": 64},
-            {"tile_n": 112},
-            {"is_persistent": True},
-            {"is_persistent": True, "folds": True},
-            {"is_persistent": True, "is_dynamic": True},
-        )
+        for changes in ({}, {"tile_m": 64}, {"tile_n": 112}, {"stages": 2, "tile_n": 96})
     }
-    assert len(names) == 6
+    assert len(names) == 4
     for name in names:
         assert re.fullmatch(r"\w+", name)
 
@@ -312,10 +301,7 @@ def test_table_has_a_row_for_every_schedule() -> None:
     cells = [[cell.strip() for cell in row] for row in rows]
     for head_dim, head_dim_v in HEAD_DIM_PAIRS:
         written = [row for row in cells if row[:2] == [str(head_dim), str(head_dim_v)]]
-        expected = {
-            dataclasses.replace(schedule, is_persistent=False, folds=False, is_dynamic=False)
-            for schedule in schedules(head_dim, head_dim_v)
-        }
+        expected = schedules(head_dim, head_dim_v)
         assert len(written) == len(expected)
         for schedule in expected:
             assert any(

@@ -159,12 +159,12 @@ def prepare_forward(
     uses[4] = TensorUse("lse", has_content=not wants_lse, is_output=wants_lse)
     arguments = (
         *(q, k, v, out, lse, *(lengths or NO_LENGTHS), sink),
-        *scalar_arguments(problem, spec.schedule, multiprocessors),
+        *scalar_arguments(problem, multiprocessors),
         int(is_ours),
         int(wants_lse),
     )
-    counter = tile_counter(spec.schedule, q.device)
-    if counter and counter[0] is not None:
+    counter = tile_counter(spec, q.device)
+    if counter:
         uses[len(arguments)] = TensorUse("counter")
     prepared = prepare(
         spec,

@@ -109,7 +109,6 @@ class Call(NamedTuple):
 
     rows_q, rows_k  extent of the row mode of q, and of k and v
     num_tiles       tiles of all CTAs; the other counts are those of `tile_order.locate_tile`
-    fold            1: a CTA takes tiles in pairs, a long and a short one; see `tile_of`
     fills_padding   whether output rows of padding are set to 0
     stores_lse      whether the LSE is wanted
     """
@@ -126,7 +125,6 @@ class Call(NamedTuple):
     num_m_blocks: Int32
     num_batches: Int32
     heads_in_group: Int32
-    fold: Int32
     softmax_scale: Float32
     softcap: Float32
     left: Int32
@@ -268,7 +266,7 @@ class HopperForward:
         max_ctas: Int32,
         fills_padding: Int32,
         stores_lse: Int32,
-        mCounter: Optional[cute.Tensor],
+        mCounter: cute.Tensor,
         stream: cuda.CUstream,
     ):
         """Launch the kernel.
@@ -280,11 +278,11 @@ class HopperForward:
         mUsedQ, mUsedK  (batch,) int32 where lengths in use are given
         mSink           (heads_q,)
         left, right     window bounds, read only by kernels that have them
-        heads_in_group  see `tile_order.locate_tile`; 0: pairs of tiles, one head after another
-        max_ctas        CTAs of a persistent kernel
+        heads_in_group  see `tile_order.locate_tile`
+        max_ctas        each takes tile after tile
         fills_padding   1: query rows of padding get output 0; 0: they are left alone
         stores_lse      0: mLSE is a placeholder
-        mCounter        (1,) int32 where CTAs take the next tile that nobody has taken: 0 before
+        mCounter        (1,) int32 by which CTAs take the next tile that nobody has taken: 0 before
                         the launch and after it, and in use by no other launch meanwhile
         """
         schedule = self.schedule
@@ -363,11 +361,6 @@ class HopperForward:
         else:
             num_batches = q.shape[3]
             num_m_blocks = cute.ceil_div(q.shape[0], schedule.tile_m)
-        fold = Int32(0)
-        if const_expr(self.schedule.folds):
-            fold = Int32(cutlass.select_(heads_in_group == 0, Int32(1), Int32(0)))
-            # An odd one more is a slot of no tile.
-            num_m_blocks = num_m_blocks + (num_m_blocks & fold)
         num_tiles = num_m_blocks * heads_q * num_batches
         call = Call(
             mCuQ,
@@ -381,8 +374,7 @@ class HopperForward:
             num_tiles,
             num_m_blocks,
             num_batches,
-            cutlass.max(heads_in_group, 1),
-            fold,
+            heads_in_group,
             softmax_scale,
             softcap,
             left,
@@ -406,11 +398,7 @@ class HopperForward:
             (sQ_layout, sK_layout, sV_layout, sVt_layout, sO_layout),
             call,
         ).launch(
-            grid=(
-                cutlass.min(num_tiles >> fold, max_ctas) if schedule.is_persistent else num_tiles,
-                1,
-                1,
-            ),
+            grid=(cutlass.min(num_tiles, max_ctas), 1, 1),
             block=(schedule.threads, 1, 1),
             stream=stream,
         )
@@ -434,7 +422,7 @@ class HopperForward:
         o_tma: Tma,
         mLSE: cute.Tensor,
         mSink: Optional[cute.Tensor],
-        mCounter: Optional[cute.Tensor],
+        mCounter: cute.Tensor,
         mma_qk: cute.TiledMma,
         mma_pv: cute.TiledMma,
         layouts,
@@ -576,54 +564,20 @@ class HopperForward:
         )
 
     @cute.jit
-    def tile_at(self, position: Int32, call: Call):
-        """Index of the tile at a position of this CTA's order.
+    def next_tile(self, mCounter: cute.Tensor, call: Call):
+        """Index of a tile that no other CTA has taken; past the end if there is none.
 
-        A position is the tile index itself where a counter hands them out; else it counts the
-        tiles of this CTA, every n-th of all. With ``fold`` two positions are the two tiles of a
-        head that are equally far from its longest and its shortest one. All such pairs take about
-        the same time, so that every CTA gets the same share, and the keys of few heads are in use
-        at a time.
+        Each tile is followed by one question, whoever asks, and the first tiles are not asked for:
+        as many questions as tiles, after which the counter is 0 again.
         """
-        if const_expr(self.schedule.is_dynamic):
-            return position
-        item = cute.arch.block_idx()[0] + (position >> call.fold) * cute.arch.grid_dim()[0]
-        if const_expr(self.schedule.folds):
-            if call.fold != 0:
-                items_a_head = call.num_m_blocks // 2
-                pair = item // items_a_head
-                block = item - pair * items_a_head
-                if position % 2 != 0:
-                    block = call.num_m_blocks - 1 - block
-                item = pair * call.num_m_blocks + block
-        return item
-
-    @cute.jit
-    def first_position(self, call: Call):
-        """(position of the first tile, first position that stands for no tile)."""
-        cta, ctas = cute.arch.block_idx()[0], cute.arch.grid_dim()[0]
-        if const_expr(self.schedule.is_dynamic):
-            return Int32(cta), call.num_tiles
-        items = ((call.num_tiles >> call.fold) - cta + ctas - 1) // ctas
-        return Int32(0), items << call.fold
-
-    @cute.jit
-    def following(self, position: Int32, mCounter: Optional[cute.Tensor], call: Call):
-        """The position after this one.
-
-        Each tile is followed by one question to the counter, whoever asks, and the first tiles are
-        not asked for: so many questions as there are tiles, after which the counter is 0 again.
-        """
-        if const_expr(self.schedule.is_dynamic):
-            taken = Int32(0)
-            if cute.arch.lane_idx() == 0:
-                taken = cute.arch.inline_ptx(
-                    "atom.global.relaxed.gpu.inc.u32 {$w0}, [{$r0}], {$r1};",
-                    write_only_types=[Int32],
-                    read_only_args=[mCounter.iterator.toint(), call.num_tiles - 1],
-                )
-            return cute.arch.make_warp_uniform(taken) + cute.arch.grid_dim()[0]
-        return position + 1
+        taken = Int32(0)
+        if cute.arch.lane_idx() == 0:
+            taken = cute.arch.inline_ptx(
+                "atom.global.relaxed.gpu.inc.u32 {$w0}, [{$r0}], {$r1};",
+                write_only_types=[Int32],
+                read_only_args=[mCounter.iterator.toint(), call.num_tiles - 1],
+            )
+        return cute.arch.make_warp_uniform(taken) + cute.arch.grid_dim()[0]
 
     @cute.jit
     def mark_overflow(self, row_sum: cute.Tensor, rounded: cute.Tensor, bit: Int32, box: Mailbox):
@@ -679,7 +633,7 @@ class HopperForward:
         q_tma: Tma,
         k_tma: Tma,
         v_tma: Tma,
-        mCounter: Optional[cute.Tensor],
+        mCounter: cute.Tensor,
         sQ: cute.Tensor,
         sK: cute.Tensor,
         sV: cute.Tensor,
@@ -696,24 +650,23 @@ class HopperForward:
         messages = Int32(0)
         tiles_loaded = Int32(0)
         blocks_loaded = Int32(0)
-        position, end = self.first_position(call)
         no_tile = [Int32(0)] * (MESSAGE_WORDS - 1)
         step = (q_tma, k_tma, v_tma, sQ, sK, sV, rings, box, call)
-        while position < end:
+        tile_idx = Int32(cute.arch.block_idx()[0])
+        while tile_idx < call.num_tiles:
             in_round = Int32(0)
-            while (position < end) & (in_round < TILES_A_ROUND):
-                tile_idx = self.tile_at(position, call)
+            while (tile_idx < call.num_tiles) & (in_round < TILES_A_ROUND):
                 work = self.locate(tile_idx, call)
                 if work.tile.m_block * self.schedule.tile_m < work.q.rows:
                     box.tiles[in_round] = tile_idx
-                    blocks_loaded = self.load_tile(
-                        *step, work, in_round, messages, tiles_loaded, blocks_loaded
+                    blocks_loaded, tile_idx = self.load_tile(
+                        *step, work, in_round, messages, tiles_loaded, blocks_loaded, mCounter
                     )
                     messages = messages + 1
                     tiles_loaded = tiles_loaded + 1
                     in_round = in_round + 1
-                # Not earlier: a tile that waits for this CTA could be with one that is idle.
-                position = self.following(position, mCounter, call)
+                else:
+                    tile_idx = self.next_tile(mCounter, call)
             self.send(box, messages, Message.of_words((Int32(What.ROUND), *no_tile)))
             messages = messages + 1
             self.round_barrier().arrive_and_wait()
@@ -726,8 +679,8 @@ class HopperForward:
                     bit = lowest_bit(again)
                     work = self.locate(box.tiles[bit], call)
                     what = bit + What.REPEAT
-                    blocks_loaded = self.load_tile(
-                        *step, work, what, messages, tiles_loaded, blocks_loaded
+                    blocks_loaded, _ = self.load_tile(
+                        *step, work, what, messages, tiles_loaded, blocks_loaded, None
                     )
                     messages = messages + 1
                     tiles_loaded = tiles_loaded + 1
@@ -757,8 +710,12 @@ class HopperForward:
         messages: Int32,
         tiles_loaded: Int32,
         blocks_loaded: Int32,
+        mCounter: Optional[cute.Tensor],
     ):
-        """Send one tile and request what it reads; returns the new count of blocks loaded."""
+        """Send one tile and request what it reads.
+
+        Returns the new count of blocks loaded, and the tile to do next if there is a counter.
+        """
         schedule = self.schedule
         warpgroups, stages = schedule.consumer_warpgroups, schedule.stages
         tile, keys = work.tile, work.keys
@@ -795,10 +752,15 @@ class HopperForward:
         if const_expr(schedule.o_shares_v):
             if num_blocks <= 1:
                 cute.arch.mbarrier_wait(box.o_stored, (tiles_loaded & 1) ^ 1)
+        # Late, because a tile that waits for this CTA could be with one that is idle; but in front
+        # of the last block, for whose buffer there is a wait in any case.
+        following = Int32(0)
+        if const_expr(mCounter is not None):
+            following = self.next_tile(mCounter, call)
         if num_blocks > 0:
             state = self.stage_at(blocks_loaded + num_blocks - 1, stages, True)
             self.load_block(v_tma, gV, sV, rings.v, keys.first, state)
-        return blocks_loaded + num_blocks
+        return blocks_loaded + num_blocks, following
 
     def query_slabs(self, tma: Tma, message: Message, length: Int32, dim: int):
         """Rows of q or o of a tile's sequence and head, cut into (ROWS, dim, slabs)."""
@@ -1308,7 +1270,7 @@ def compile_forward(
         Int32(1),
         Int32(1),
         Int32(1),
-        fake(Int32, (1,), (1,)) if schedule.is_dynamic else None,
+        fake(Int32, (1,), (1,)),
         cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True),
         options=f"--enable-tvm-ffi --gpu-arch {arch} {options}".strip(),
     )

@@ -58,7 +58,7 @@ def test_result_does_not_depend_on_how_warps_take_turns() -> None:
 @pytest.mark.parametrize(
     "case",
     [
-        Case((200, 200), (400, 400), 1, 1),  # persistent: several tiles a CTA
+        Case((200, 200), (400, 400), 1, 1),  # several tiles a CTA
         Case((200,), (400,), 1, 1, causal=True),
         Case((30, 90), (60, 300), 1, 1, head_dim=128, packed_q=True, packed_k=True),
     ],

@@ -1,6 +1,6 @@
 """Our Hopper forward kernels are free of races, and would not be without their synchronisation.
 
-Every schedule kind, persistent and not, with O in its own buffer and in V's; a single emulated
+Every schedule kind, with O in its own buffer and in V's; a single emulated
 multiprocessor makes a CTA take several tiles, and there are more key blocks than stages.
 """
 
@@ -37,13 +37,12 @@ class Variant(NamedTuple):
 
 SHARED_BUFFER = Variant(
     Case((130,), (300,), 2, 1, head_dim=128),
-    {"o_shares_v": True, "is_persistent": True, "stages": 2},
+    {"o_shares_v": True, "stages": 2},
 )
 VARIANTS = [
     Variant(Case((130,), (400,), 2, 1), {}),
     Variant(Case((200,), (400,), 1, 1, causal=True), {}),
-    Variant(Case((200,), (400,), 1, 1, head_dim=128), {"is_persistent": False}),
-    Variant(Case((200,), (400,), 2, 1, head_dim=128), {"is_dynamic": True}),
+    Variant(Case((200,), (400,), 2, 1, head_dim=128), {}),
     Variant(Case((30, 1, 90), (60, 7, 300), 1, 1, packed_q=True, packed_k=True), {}),
     SHARED_BUFFER,
 ]
