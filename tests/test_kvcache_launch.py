@@ -48,8 +48,11 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
 
         def kernel(*arguments: Any) -> None:
             given = dict(zip(KERNEL_ARGUMENTS, arguments, strict=True))
-            if given["k_cache"].dtype != torch.bfloat16:  # as a compiled function would
+            # As a compiled function would:
+            if given["k_cache"].dtype != torch.bfloat16:
                 raise TypeError("mismatched dtype")
+            if any(given[name].data_ptr() % 16 for name in ("q", "k_cache", "v_cache", "out")):
+                raise ValueError("misaligned")
             machine.calls.append(given)
 
         return kernel
@@ -231,3 +234,65 @@ def test_checked_mode_always_walks(machine) -> None:
     with fa4.checked(), pytest.raises(ValueError, match=r"cache_seqlens\[1\] is 65"):
         call(arguments(cache_seqlens=int32(3, 65)))
     assert len(machine.calls) == 1
+
+
+def padded(tensor: Tensor) -> Tensor:
+    """The same tensor with 4 elements behind each row in memory: 8 bytes."""
+    extent = tensor.shape[-1]
+    wider = tensor.new_zeros(*tensor.shape[:-1], extent + 4)
+    wider[..., :extent] = tensor
+    return wider[..., :extent]
+
+
+def shifted(tensor: Tensor) -> Tensor:
+    """The same tensor, starting one element past an address that is a multiple of 16 bytes."""
+    longer = tensor.new_zeros(tensor.numel() + 1)
+    longer[1:] = tensor.flatten()
+    return longer[1:].view(tensor.shape)
+
+
+ODD = ("q", "k_cache", "v_cache", "k", "v", "out", "rotary_cos", "rotary_sin")
+
+
+@pytest.mark.parametrize("name", ODD)
+@pytest.mark.parametrize("place", [padded, shifted])
+def test_rows_that_are_not_16_byte_aligned_go_to_the_reference_which_says_so(
+    machine, place, name: str
+) -> None:
+    plain = arguments(**new_rows(), out=torch.zeros(BATCH, 1, 4, DIM).bfloat16())
+    odd = {key: t.clone() if isinstance(t, Tensor) else t for key, t in plain.items()}
+    odd[name] = place(odd[name])
+    if place is padded:
+        mode = odd[name].dim() - 2
+        words = (
+            f"{name} has a stride of {odd[name].shape[-1] + 4} elements in dimension {mode}; "
+            "it must be a multiple of 8 (16 bytes)"
+        )
+    else:
+        words = f"{name} starts at an address that is not a multiple of 16 bytes"
+    assert words in str(fa4.explain_kvcache(**odd))
+    with pytest.raises(fa4.UnsupportedProblemError) as refused:
+        call(odd)
+    assert words in str(refused.value)
+    kvcache._warned.clear()
+    with pytest.warns(fa4.FallbackWarning) as warned:
+        out = call(odd | {"backend": "auto"})
+    assert words in str(warned[0].message)
+    assert not machine.specs
+    expected = call(plain | {"backend": "reference"})
+    assert out is odd["out"]
+    for given, exact in ((out, expected), *((odd[t], plain[t]) for t in ("k_cache", "v_cache"))):
+        assert torch.equal(given, exact)
+
+
+@pytest.mark.parametrize("name", ["q", "k_cache", "v_cache"])
+def test_a_known_launch_that_meets_an_odd_address_gives_way_to_the_reference(
+    machine, name: str
+) -> None:
+    plain = arguments(backend="auto")
+    call(plain)
+    kvcache._warned.clear()
+    with pytest.warns(fa4.FallbackWarning, match=f"{name} starts at an address"):
+        out = call(plain | {name: shifted(plain[name])})
+    assert len(machine.calls) == 1
+    assert torch.equal(out, call(plain | {"backend": "reference"}))
