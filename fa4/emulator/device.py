@@ -18,7 +18,7 @@ import torch
 from fa4.compiler import KernelSpec
 from fa4.dispatch import Decision
 from fa4.emulator.capture import DeviceModel, HostFunction
-from fa4.emulator.errors import UnwrittenRead
+from fa4.emulator.errors import EmulationError, UnwrittenRead
 from fa4.emulator.execute import Options, Statistics, run_launch
 from fa4.emulator.host_library import library_of_compiled, library_of_spec
 from fa4.emulator.launch_record import Launch
@@ -41,31 +41,37 @@ class TensorUse:
     name         for messages
     is_output    stores are allowed
     has_content  loads are allowed before stores
+    is_counter   holds zeros before a run, and must after it
     """
 
     name: str
     is_output: bool = True
     has_content: bool = True
+    is_counter: bool = False
 
 
 @dataclass(frozen=True)
 class PreparedRun:
     """A call whose host code has run: its launches, and the memory that they may touch.
 
-    tensors  keep the memory alive
-    outputs  allocations that the launches must write whole
+    tensors   keep the memory alive
+    outputs   allocations that the launches must write whole
+    counters  of `TensorUse.is_counter`
     """
 
     launches: tuple[Launch, ...]
     memory: GlobalMemory
     tensors: tuple[Any, ...]
     outputs: tuple[Allocation, ...] = ()
+    counters: tuple[torch.Tensor, ...] = ()
 
     def execute(self, options: Options | None = None) -> tuple[LaunchReport, ...]:
         """Run the kernels, one after the other; see `run` for what it raises."""
         for output in self.outputs:
             assert output.written is not None
             output.written[:] = False
+        for counter in self.counters:
+            counter.zero_()
         options = options or Options()
         reports = tuple(
             LaunchReport(launch, run_launch(launch, self.memory, options))
@@ -73,6 +79,9 @@ class PreparedRun:
         )
         for output in self.outputs:
             _require_whole(output)
+        for counter in self.counters:
+            if counter.any():
+                raise EmulationError(f"Counters are left at {counter.tolist()}, not at 0.")
         return reports
 
 
@@ -91,8 +100,10 @@ def prepare(
         function.device = device
     launches = tuple(function.capture(*args))
     memory = GlobalMemory()
-    outputs = _register_tensors(memory, args, uses or {}, check_unwritten)
-    return PreparedRun(launches, memory, args, tuple(outputs))
+    uses = uses or {}
+    outputs = _register_tensors(memory, args, uses, check_unwritten)
+    counters = tuple(args[position] for position, use in uses.items() if use.is_counter)
+    return PreparedRun(launches, memory, args, tuple(outputs), counters)
 
 
 def run(
@@ -165,7 +176,7 @@ def prepare_forward(
     )
     counter = tile_counter(spec, q.device)
     if counter:
-        uses[len(arguments)] = TensorUse("counter")
+        uses[len(arguments)] = TensorUse("counter", is_counter=True)
     prepared = prepare(
         spec,
         *arguments,

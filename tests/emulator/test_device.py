@@ -1,5 +1,6 @@
 """`fa4.emulator.run` and `emulate_forward`: arguments, registered memory, reports."""
 
+import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -10,11 +11,18 @@ import torch
 import fa4
 from fa4 import launch as real_launch
 from fa4.emulator import device, emulate_forward, run
-from fa4.emulator.device import PreparedRun, TensorUse, extent_bytes, host_function
-from fa4.emulator.errors import OutOfBounds, UnwrittenRead
+from fa4.emulator.device import (
+    PreparedRun,
+    TensorUse,
+    extent_bytes,
+    host_function,
+    prepare_forward,
+)
+from fa4.emulator.errors import EmulationError, OutOfBounds, UnwrittenRead
 from fa4.emulator.memory import AddressSpace, GlobalMemory, Space
 from fa4.launch import ForwardLaunch, Lengths
 from tests.emulator.tiny_options_kernel import compile_cluster, compile_tiny, tiny_spec
+from tests.oracle import Case, assert_matches, make_inputs
 
 # -- running ---------------------------------------------------------------------------------------
 
@@ -163,3 +171,27 @@ def test_problem_without_a_kernel_is_refused_with_the_reasons() -> None:
     decision = fa4.explain(q, q, q, arch="sm_90a")
     with pytest.raises(ValueError, match="dtype fp32 is not one of"):
         emulate_forward(decision, q, q, q, None, None, None, False)
+
+
+@pytest.mark.parametrize("tiles", [1, 3, 9])
+def test_tiles_are_counted_in_a_counter_that_is_zero_again(tiles: int) -> None:
+    """Fewer tiles than CTAs could be, more, and a multiple; run twice over the same counter."""
+    inputs = make_inputs(Case((70,), (80,), tiles, tiles))
+    decision = fa4.explain(inputs.q, inputs.k, inputs.v, arch="sm_90a")
+    prepared, out, lse = prepare_forward(decision, inputs.q, inputs.k, inputs.v, multiprocessors=3)
+    (counter,) = prepared.counters
+    for _ in range(2):
+        out.fill_(torch.nan)
+        prepared.execute()
+        assert counter.tolist() == [0]
+        assert_matches(out, lse, inputs)
+
+
+def test_a_counter_that_is_not_given_back_is_an_error() -> None:
+    inputs = make_inputs(Case((70,), (80,), 2, 2))
+    decision = fa4.explain(inputs.q, inputs.k, inputs.v, arch="sm_90a")
+    prepared, _, _ = prepare_forward(decision, inputs.q, inputs.k, inputs.v)
+    wraps_later = prepared.launches[0].ptx.replace("gpu.inc.u32", "gpu.add.u32")
+    launch = dataclasses.replace(prepared.launches[0], ptx=wraps_later)
+    with pytest.raises(EmulationError, match=r"Counters are left at \[\d+\], not at 0"):
+        dataclasses.replace(prepared, launches=(launch,)).execute()
