@@ -1,4 +1,4 @@
-"""Which measured tables do the pages of results show? Makes them anew from the CSV files beside them.
+"""Which measured tables do the pages of results show? Makes them anew from CSV files beside them.
 
     python -m perf.page docs/results/hopper_forward.md
 

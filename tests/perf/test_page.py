@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 pytest.importorskip("pandas")
-from perf import page, records  # noqa: E402  they need pandas
+from perf import page, records
 
 RESULTS = Path(__file__).resolve().parents[2] / "docs" / "results"
 PAGES = [
