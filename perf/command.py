@@ -221,7 +221,7 @@ def line(case: Case, table: Sequence[dict[str, Any]], unit: str) -> str:
     digits = 0 if unit == "tflops" else 2
     parts = [f"{row['contender']} {row[unit]:.{digits}f}" for row in measured]
     ours = next((row for row in measured if row["contender"] == OURS), None)
-    others = [row for row in measured if row is not ours]
+    others = [row for row in measured if not row["contender"].startswith(OURS)]
     if ours and others:
         best = min(others, key=lambda row: row["ms"])
         parts.append(f"| {best['ours_faster']:.3f} of {best['contender']}")

@@ -81,6 +81,21 @@ class Fa4:
         )
 
 
+class Fa4Deterministic:
+    """Ours with gradients that are equal bit by bit from run to run: what that costs."""
+
+    name = "fa4-deterministic"
+
+    def __init__(self) -> None:
+        self.version = fa4_version()
+
+    def backward(self, case: Case, inputs: Inputs) -> Call:
+        attention = functools.partial(
+            fa4.flash_attn_func, causal=case.causal, deterministic=True, backend="fa4"
+        )
+        return differentiate(attention, inputs.q, inputs.k, inputs.v)
+
+
 class FlashAttention4:
     name = "flash-attn-4"
 
@@ -515,6 +530,7 @@ def _flash_attention_3() -> Any:
 # Ours first: the others' outputs are compared with it.
 CONTENDERS: dict[str, Any] = {
     "fa4": Fa4,
+    "fa4-deterministic": Fa4Deterministic,
     "flash-attn-4": FlashAttention4,
     "flash-attn-3": _flash_attention_3,
     "cudnn-sdpa": functools.partial(Sdpa, "cudnn-sdpa", SDPBackend.CUDNN_ATTENTION),

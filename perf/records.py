@@ -99,12 +99,16 @@ def text_table(rows: Iterable[Mapping[str, Any]], digits: int = 3) -> str:
 
 
 def comparison(rows: Iterable[Mapping[str, Any]], value: str, ours: str = "fa4") -> pd.DataFrame:
-    """A line for each case, a column for each contender, and ours over the best other."""
+    """A line for each case, a column for each contender, and ours over the best other.
+
+    Contenders whose names begin with ours are variants of it, and no others.
+    """
     table = pd.DataFrame(list(rows))
     wide = table.pivot_table(index="case", columns="contender", values=value, sort=False)
-    others = wide.drop(columns=[ours], errors="ignore")
+    variants = [name for name in wide.columns if name.startswith(f"{ours}-")]
+    others = wide.drop(columns=[ours, *variants], errors="ignore")
     if ours in wide and len(others.columns):
-        wide = wide[[ours, *others.columns]]
+        wide = wide[[ours, *variants, *others.columns]]
         wide[f"{ours} / best other"] = wide[ours] / others.max(axis=1)
     return wide
 

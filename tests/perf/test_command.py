@@ -20,7 +20,7 @@ from perf.device_state import Reading, Sampler  # noqa: E402
 
 COMPARING = ("forward", "backward", "varlen", "decode", "smoke")
 MEASURING = (*COMPARING, "host_overhead", "memory", "accuracy", "model_step")
-SCRIPTS = (*MEASURING, "compile_time", "plot", "roofline", "io_model", "tune")
+SCRIPTS = (*MEASURING, "compile_time", "plot", "page", "roofline", "io_model", "tune")
 
 
 def run_main(script: str, *arguments: str, monkeypatch: pytest.MonkeyPatch) -> None:

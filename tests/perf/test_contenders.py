@@ -240,6 +240,20 @@ def test_backward_gives_the_gradients_of_the_same_output_gradient(
         assert torch.allclose(mine.double(), exact, atol=0.05 * exact.abs().max().item())
 
 
+def test_deterministic_gradients_are_asked_for_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    given = {}
+
+    def attention(q, k, v, **options):
+        given.update(options)
+        return attention_reference(q, k, v)[0]
+
+    monkeypatch.setattr(fa4, "flash_attn_func", attention)
+    contenders.Fa4Deterministic().backward(DENSE, make_inputs(DENSE, "cpu"))()
+    assert given == {"causal": True, "deterministic": True, "backend": "fa4"}
+    found, _ = contenders.available("forward", "^fa4")
+    assert [each.name for each in found] == ["fa4"]
+
+
 def test_fa4_is_called_on_every_operation(monkeypatch: pytest.MonkeyPatch) -> None:
     """By its kernels: backend="fa4" refuses instead of falling back."""
     ours = contenders.Fa4()

@@ -73,6 +73,13 @@ def test_a_comparison_has_ours_first_and_the_ratio_to_the_best_other() -> None:
     assert page.splitlines()[3] == "| y | 400.0 | 500.0 |  | 0.800 |"
 
 
+def test_variants_of_ours_are_no_others() -> None:
+    rows = [*ROWS, {**ROWS[0], "contender": "fa4-deterministic", "tflops": 900.0}]
+    table = records.comparison(rows, "tflops")
+    assert list(table.columns)[:3] == ["fa4", "fa4-deterministic", "other"]
+    assert table["fa4 / best other"].tolist() == pytest.approx([600 / 550, 0.8])
+
+
 def test_a_comparison_without_others_or_without_ours_has_no_ratio() -> None:
     assert list(records.comparison(ROWS[1:2], "tflops").columns) == ["fa4"]
     assert list(records.comparison(ROWS[:1], "tflops").columns) == ["other"]
