@@ -63,8 +63,8 @@ def schedules(head_dim: int, head_dim_v: int) -> set[ForwardSchedule]:
 def smem_parts(schedule: ForwardSchedule) -> dict[str, int]:
     """Bytes of every part of a CTA's shared memory, each rounded up to where the next may begin."""
     warpgroups = schedule.tile_m // WGMMA_ROWS
-    # Full and empty, of Q, K and V stages and two messages; one for O in the stages of V.
-    barriers = 2 * (warpgroups + 2 * schedule.stages + 2) + 1
+    # Full and empty, of Q, K and V stages; of two messages; one for O in the stages of V.
+    barriers = 2 * (warpgroups + 2 * schedule.stages) + 2 + 1
     messages = 2 * 10 + 32 + 1  # words of two messages, tiles of a round, and its marks
     parts = {
         "barriers": barriers * 8 + messages * 4,

@@ -176,15 +176,14 @@ class Message(NamedTuple):
 class Mailbox(NamedTuple):
     """Shared memory by which load directs attend.
 
-    full, empty   barriers of the messages, `MESSAGES` of each
-    messages      (MESSAGES * MESSAGE_WORDS,)
-    tiles         (TILES_A_ROUND,) tile indices of the round
-    marks         (1,) bit i: tile i of the round has to be repeated
-    o_stored      barrier: O has left the buffers of V (`o_shares_v`)
+    sent       `MESSAGES` barriers: a message is there
+    messages   (MESSAGES * MESSAGE_WORDS,)
+    tiles      (TILES_A_ROUND,) tile indices of the round
+    marks      (1,) bit i: tile i of the round has to be repeated
+    o_stored   barrier: O has left the buffers of V (`o_shares_v`)
     """
 
-    full: cute.Pointer
-    empty: cute.Pointer
+    sent: cute.Pointer
     messages: cute.Tensor
     tiles: cute.Tensor
     marks: cute.Tensor
@@ -342,7 +341,7 @@ class HopperForward:
             q_barriers: cute.struct.MemRange[cutlass.Int64, 2 * warpgroups]
             k_barriers: cute.struct.MemRange[cutlass.Int64, 2 * schedule.stages]
             v_barriers: cute.struct.MemRange[cutlass.Int64, 2 * schedule.stages]
-            message_barriers: cute.struct.MemRange[cutlass.Int64, 2 * MESSAGES]
+            message_barriers: cute.struct.MemRange[cutlass.Int64, MESSAGES]
             o_stored: cute.struct.MemRange[cutlass.Int64, 1]
             messages: cute.struct.MemRange[Int32, MESSAGES * MESSAGE_WORDS]
             tiles: cute.struct.MemRange[Int32, TILES_A_ROUND]
@@ -455,10 +454,8 @@ class HopperForward:
             self.ring(storage.k_barriers, schedule.stages, 4 * warpgroups, sK),
             self.ring(storage.v_barriers, schedule.stages, 4 * warpgroups, sV),
         )
-        message_barriers = storage.message_barriers.data_ptr()
         box = Mailbox(
-            message_barriers,
-            message_barriers + MESSAGES,
+            storage.message_barriers.data_ptr(),
             storage.messages.get_tensor(cute.make_layout(MESSAGES * MESSAGE_WORDS)),
             storage.tiles.get_tensor(cute.make_layout(TILES_A_ROUND)),
             storage.marks.get_tensor(cute.make_layout(1)),
@@ -467,8 +464,7 @@ class HopperForward:
         if warp_idx == 0:
             with cute.arch.elect_one():
                 for i in cutlass.range_constexpr(MESSAGES):
-                    cute.arch.mbarrier_init(box.full + i, 1)
-                    cute.arch.mbarrier_init(box.empty + i, 4 * warpgroups)
+                    cute.arch.mbarrier_init(box.sent + i, 1)
                 cute.arch.mbarrier_init(box.o_stored, warpgroups)
                 box.marks[0] = 0
         pipeline.pipeline_init_arrive(is_relaxed=True)
@@ -593,27 +589,26 @@ class HopperForward:
 
     @cute.jit
     def send(self, box: Mailbox, count: Int32, message: Message):
-        """Load: the ``count``-th message, once attend has read the one before last."""
+        """Load: the ``count``-th message, in place of the one before last.
+
+        That one has been read: load has been given the buffers of the tile after it, or has met
+        attend since.
+        """
         state = self.stage_at(count, MESSAGES, True)
-        cute.arch.mbarrier_wait(box.empty + state.index, state.phase)
         if cute.arch.lane_idx() == 0:
             for i, value in enumerate(message.words()):
                 box.messages[state.index * MESSAGE_WORDS + i] = value
-            cute.arch.mbarrier_arrive(box.full + state.index)
+            cute.arch.mbarrier_arrive(box.sent + state.index)
 
     @cute.jit
     def receive(self, box: Mailbox, count: Int32, call: Call):
         """Attend: the ``count``-th message, the same in all lanes."""
         state = self.stage_at(count, MESSAGES, False)
-        cute.arch.mbarrier_wait(box.full + state.index, state.phase)
+        cute.arch.mbarrier_wait(box.sent + state.index, state.phase)
         words = [
             cute.arch.make_warp_uniform(box.messages[state.index * MESSAGE_WORDS + i])
             for i in range(MESSAGE_WORDS)
         ]
-        cute.arch.sync_warp()
-        with cute.arch.elect_one():
-            cute.arch.mbarrier_arrive(box.empty + state.index)
-        cute.arch.sync_warp()
         message = Message.of_words(words)
         # What is the same for every tile needs no register.
         q, k_length, first = message.q, message.k_length, message.first
@@ -644,8 +639,7 @@ class HopperForward:
         """Warp 0: choose tiles, send them to attend, and request their Q, K and V block by block,
         as far ahead as buffers are free.
 
-        Waits for free stages of q, k and v and for read messages; the copies signal their full
-        barriers.
+        Waits for free stages of q, k and v; the copies signal their full barriers.
         """
         messages = Int32(0)
         tiles_loaded = Int32(0)
