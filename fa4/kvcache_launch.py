@@ -21,7 +21,7 @@ from fa4.dispatch import (
 )
 from fa4.kernels.features import AppendFeatures, CombineFeatures, DecodeFeatures, head_dim_class
 from fa4.kvcache_problem import KVCacheProblem
-from fa4.pipelines.sm90_decode import DecodePlan, decode_plan, head_groups
+from fa4.pipelines.sm90_decode import DecodeNumbers, DecodePlan, decode_plan, head_groups
 from fa4.problem import MAX_COORDINATE
 
 APPEND_ENTRY = "fa4.kernels.append_kv:compile_append"
@@ -226,7 +226,7 @@ class KVCacheLaunch:
             # One element that has the shape: `empty_like` costs half of `empty`.
             self.partial_form = torch.empty((), dtype=torch.float32, device=device).expand(shape)
             self.num_counters = ctas if schedule.is_balanced else tiles
-        self.scalars = (
+        self.numbers = DecodeNumbers(
             problem.softmax_scale,
             problem.softcap,
             problem.window_left or 0,
@@ -337,7 +337,7 @@ class KVCacheLaunch:
             leftpad,
             table,
             sink,
-            *self.scalars,
+            self.numbers,
             fills_padding,
             stores_lse,
         )

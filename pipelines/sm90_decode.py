@@ -37,7 +37,7 @@ class DecodeSchedule:
                            TMA, and a warpgroup gathers rows with cp.async
     is_balanced            keys are divided into equal shares of all CTAs; else into a number of
                            splits that the call states (`kernels.blocks.key_splits`)
-    merges                 partial results may arise, and are merged by a second kernel
+    merges                 partial results may arise, and the last CTA of a tile merges them
     tile_units             what beginning and ending a tile costs, in blocks, where keys are divided
                            into equal shares
     ctas_per_sm            CTAs that share a multiprocessor
@@ -156,6 +156,28 @@ def copy_rows(page_size: int | None, tile_n: int) -> int:
     """Rows of one TMA copy for a page size (None: no pages), 0 where rows must be gathered."""
     rows = tile_n if page_size is None else math.gcd(page_size, tile_n)
     return rows if rows >= MIN_COPY_ROWS else 0
+
+
+class DecodeNumbers(NamedTuple):
+    """What a launch says in numbers, whatever its tensors hold.
+
+    left, right  window bounds, read only by kernels that have them
+    new_rows     keys appended to each sequence, where they are not packed
+    num_splits   parts of each tile; ignored by balanced schedules
+    slot_rows    rows of a partial result
+    max_ctas     CTAs of the launch, or (balanced) the most
+    head_groups  groups of key heads (`head_groups`); ignored by schedules that are not balanced
+    """
+
+    softmax_scale: float
+    softcap: float
+    left: int
+    right: int
+    new_rows: int
+    num_splits: int
+    slot_rows: int
+    max_ctas: int
+    head_groups: int
 
 
 @dataclass(frozen=True)

@@ -6,15 +6,18 @@ See tests/test_kernel_code.py.
 import functools
 import itertools
 import re
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 
 from fa4 import compiler
 from fa4.compiler import KernelSpec
 from fa4.kernels.features import AppendFeatures, DecodeFeatures
-from fa4.pipelines.sm90_decode import DecodeSchedule, decode_plan
+from fa4.pipelines.sm90_decode import DecodeNumbers, DecodeSchedule, decode_plan
 from tests import sass
 from tests.sass import Code
+from tests.test_kvcache_launch import KERNEL_ARGUMENTS
 
 HEAVIEST = {
     "has_left_bound": True,
@@ -27,6 +30,22 @@ HEAVIEST = {
     "addressing": "page_table",
 }
 PAGES = {"addressing": "page_table"}
+# What the kernel calls its tensors.
+TENSOR_NAMES = {
+    "mQ": "q",
+    "mK": "k_cache",
+    "mV": "v_cache",
+    "mO": "out",
+    "mLSE": "lse",
+    "mPartial": "partial",
+    "mCounters": "counters",
+    "mCuQ": "cu_seqlens_q",
+    "mLengths": "cache_seqlens",
+    "mCuNew": "cu_seqlens_k_new",
+    "mLeftpad": "leftpad",
+    "mTable": "table",
+    "mSink": "sink",
+}
 
 
 def spec_of(
@@ -76,6 +95,22 @@ def spec(request: pytest.FixtureRequest) -> KernelSpec:
 def schedule_of(spec: KernelSpec) -> DecodeSchedule:
     assert isinstance(spec.schedule, DecodeSchedule)
     return spec.schedule
+
+
+def test_the_compiled_function_takes_what_a_launch_passes() -> None:
+    """Its signature is in its refusal of too few arguments."""
+    function: Callable[..., Any] = compiler.get_kernel(SPECS["fixed_splits"])
+    with pytest.raises(TypeError, match=f"Expects {len(KERNEL_ARGUMENTS)} parameters") as refusal:
+        function()
+    signature = re.search(r"`\w+\((.*)\)`", str(refusal.value))
+    assert signature is not None
+    parameters = dict(parameter.split(": ") for parameter in re.split(r", (?=\w+: )", signature[1]))
+    assert [TENSOR_NAMES.get(name, name) for name in parameters] == list(KERNEL_ARGUMENTS)
+    types = ["float32"] * 2 + ["int32"] * (len(DecodeNumbers._fields) - 2)
+    assert parameters["numbers"] == f"Tuple[{', '.join(types)}]"
+    assert DecodeNumbers._fields[:2] == ("softmax_scale", "softcap")
+    for name in ("mCuQ", "mCuNew", "mLeftpad", "mSink"):
+        assert parameters[name] == "None"
 
 
 def test_no_register_is_spilled(spec: KernelSpec) -> None:

@@ -20,8 +20,7 @@ from fa4.pipelines.sm90_decode import DecodeSchedule
 BATCH, ROWS, HEADS_KV, DIM = 2, 64, 2, 32
 KERNEL_ARGUMENTS = (
     *("q", "k_cache", "v_cache", "out", "lse", "partial", "counters", "cu_seqlens_q"),
-    *("cache_seqlens", "cu_seqlens_k_new", "leftpad", "table", "sink", "softmax_scale", "softcap"),
-    *("left", "right", "new_rows", "num_splits", "slot_rows", "max_ctas", "head_groups"),
+    *("cache_seqlens", "cu_seqlens_k_new", "leftpad", "table", "sink", "numbers"),
     *("fills_padding", "stores_lse"),
 )
 
@@ -123,7 +122,7 @@ def test_a_repeated_call_is_launched_without_a_walk_and_with_its_own_tensors(mac
         assert counters.dtype == torch.int32
         assert counters.numel() >= 132
         assert not counters.any()
-        assert launched["head_groups"] == HEADS_KV
+        assert launched["numbers"].head_groups == HEADS_KV
 
 
 def test_appending_goes_first_and_attention_gets_the_rotated_queries(machine) -> None:
@@ -133,7 +132,7 @@ def test_appending_goes_first_and_attention_gets_the_rotated_queries(machine) ->
         source, rotated, k, v, *_ = machine.appends[-1]
         assert (source is given["q"], k is given["k"], v is given["v"]) == (True, True, True)
         assert machine.calls[-1]["q"] is rotated
-        assert machine.calls[-1]["new_rows"] == 1
+        assert machine.calls[-1]["numbers"].new_rows == 1
     assert machine.walks == 1
 
 

@@ -78,7 +78,7 @@ from fa4.kernels.blocks.paging import (
 )
 from fa4.kernels.features import DecodeFeatures
 from fa4.pipelines.sm90 import WARPGROUP
-from fa4.pipelines.sm90_decode import DecodeSchedule
+from fa4.pipelines.sm90_decode import DecodeNumbers, DecodeSchedule
 
 ROWS = 64  # packed query rows of a warpgroup: M of one wgmma
 WARPS = 4  # of a warpgroup
@@ -199,15 +199,7 @@ class HopperDecode:
         mLeftpad: Optional[cute.Tensor],
         mTable: Optional[cute.Tensor],
         mSink: Optional[cute.Tensor],
-        softmax_scale: Float32,
-        softcap: Float32,
-        left: Int32,
-        right: Int32,
-        new_rows: Int32,
-        num_splits: Int32,
-        slot_rows: Int32,
-        max_ctas: Int32,
-        head_groups: Int32,
+        numbers: DecodeNumbers,
         fills_padding: Int32,
         stores_lse: Int32,
         stream: cuda.CUstream,
@@ -227,12 +219,7 @@ class HopperDecode:
         mLeftpad     (batch,) int32
         mTable       (batch, pages) or (batch,) int32, see `blocks.paging`
         mSink        (heads_q,)
-        left, right  window bounds, read only by kernels that have them
-        new_rows     keys appended to each sequence, where they are not packed
-        num_splits   parts of each tile; ignored by balanced schedules
-        slot_rows    rows of a partial result
-        max_ctas     CTAs of the launch, or (balanced) the most
-        head_groups  see `key_splits.Call`; ignored by schedules that are not balanced
+        fills_padding, stores_lse  see `key_splits.Call`
         """
         schedule = self.schedule
         tile_n, warpgroups = schedule.tile_n, schedule.warpgroups
@@ -305,11 +292,13 @@ class HopperDecode:
             rows_q = mQ.shape[1]
             num_m_blocks = cute.ceil_div(rows_q * group, schedule.tile_m)
             num_tiles = num_m_blocks * heads_kv * batch
-        num_items = num_tiles * num_splits if const_expr(schedule.merges) else num_tiles
-        sharers = max_ctas // head_groups
-        ctas = cutlass.min(num_items, max_ctas)
+        num_items = num_tiles
+        if const_expr(schedule.merges):
+            num_items = num_tiles * numbers.num_splits
+        sharers = numbers.max_ctas // numbers.head_groups
+        ctas = cutlass.min(num_items, numbers.max_ctas)
         if const_expr(schedule.is_balanced):
-            ctas = sharers * head_groups
+            ctas = sharers * numbers.head_groups
         call = Call(
             mCuQ,
             mLengths,
@@ -317,19 +306,19 @@ class HopperDecode:
             mLeftpad,
             batch,
             rows_q,
-            new_rows,
+            numbers.new_rows,
             heads_kv,
             group,
             num_m_blocks,
             num_tiles,
-            num_splits,
+            numbers.num_splits,
             sharers,
-            head_groups,
-            slot_rows,
-            softmax_scale,
-            softcap,
-            left,
-            right,
+            numbers.head_groups,
+            numbers.slot_rows,
+            numbers.softmax_scale,
+            numbers.softcap,
+            numbers.left,
+            numbers.right,
             fills_padding,
             stores_lse,
         )
@@ -1232,9 +1221,9 @@ def compile_decode(
         strided(Int32, 1, features.has_leftpad),
         strided(Int32, table_modes, table_modes > 0),
         strided(DTYPES.get(features.sink_dtype), 1, features.sink_dtype is not None),
-        Float32(1.0),
-        Float32(0.0),
-        *[Int32(1) for _ in range(9)],
+        DecodeNumbers(Float32(1.0), Float32(0.0), *[Int32(1) for _ in DecodeNumbers._fields[2:]]),
+        Int32(1),
+        Int32(1),
         cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True),
         options=f"--enable-tvm-ffi --gpu-arch {arch} {options}".strip(),
     )
