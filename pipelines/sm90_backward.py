@@ -329,10 +329,6 @@ class OneKernelSchedule:
     stages                Q and dO buffers of each kind, with their rows' LSE and delta
     dq_path               how a block's dQ is added to the workspace: "red" straight from
                           registers, 16 bytes a thread, or "bulk" through shared memory
-    staggers_rows         key tiles begin with different row blocks, so that CTAs that run together
-                          add to different rows of dQ; otherwise each begins with its first
-    weighs_early          probabilities are worked out while dQ and dK of the block before run,
-                          not once its dQ has left. No rule chooses it: not measured yet
     consumer_registers    per thread, after setmaxnreg
     producer_registers    per thread, after setmaxnreg
     """
@@ -342,8 +338,6 @@ class OneKernelSchedule:
     tile_m: int
     stages: int
     dq_path: str
-    staggers_rows: bool = False
-    weighs_early: bool = False
     consumer_registers: int = 240
     producer_registers: int = 24
 
@@ -404,12 +398,7 @@ class OneKernelSchedule:
 
     @property
     def name(self) -> str:
-        parts = [f"m{self.tile_m}n{self.tile_n}s{self.stages}", self.dq_path]
-        if self.staggers_rows:
-            parts.append("staggered")
-        if self.weighs_early:
-            parts.append("early")
-        return "_".join(parts)
+        return f"m{self.tile_m}n{self.tile_n}s{self.stages}_{self.dq_path}"
 
     @property
     def description(self) -> str:

@@ -63,7 +63,6 @@ USUAL = [
     (features(64, 64, CAUSAL), NARROW),
     (features(64, 64, CAUSAL), {"dq_path": "red"}),
     (features(128, 128, CAUSAL), {"dq_path": "red"}),
-    *((features(dim, dim, CAUSAL), {"weighs_early": True}) for dim in (64, 128)),
 ]
 REST = [
     *(
@@ -124,15 +123,13 @@ def test_matrix_products_stay_in_flight_until_the_kernel_waits(kernel: Kernel) -
         if i.is_a("HGMMA") or i.is_a(wait)
     ]
     waits = [depth for depth in order if depth in ("0x0", "0x1", "0x2")]
-    # Only then S is waited for before dQ and dK, which are requested behind it, are done.
-    is_early = kernel.schedule.weighs_early
     if kernel.schedule.tile_m == 64:
         # dQ is there and dK runs; dK is there and dP runs; dP is there and dV runs; dV.
-        assert waits == ["0x2"] * is_early + ["0x1", "0x1", "0x1", "0x0"]
+        assert waits == ["0x1", "0x1", "0x1", "0x0"]
     else:
         # dQ is there and dK runs; dK; dP is there and half of dV runs; all of dV.
-        assert waits == ["0x2"] * is_early + ["0x1", "0x0", "0x1", "0x0"]
-    assert kernel.code.count(wait) == 2 * (len(waits) - is_early) + 1 + is_early
+        assert waits == ["0x1", "0x0", "0x1", "0x0"]
+    assert kernel.code.count(wait) == 2 * len(waits) + 1
 
 
 def test_scores_take_one_exponential_each_and_no_shuffle(kernel: Kernel) -> None:
@@ -163,9 +160,8 @@ def test_dq_leaves_as_scheduled_and_warpgroups_meet_once_a_block(kernel: Kernel)
     else:
         assert sass.count(kernel.loop, "STS.128") == octets
         assert sass.count(kernel.loop, "UBLKRED") == 1
-        # A warpgroup's own, before its copy may start; and before it fills its buffer, if the
-        # warpgroups have not been told when they met that it is free.
-        assert sass.count(kernel.loop, "BAR") == 2 + kernel.schedule.weighs_early
+        # The other one is a warpgroup's own, before its copy may start.
+        assert sass.count(kernel.loop, "BAR") == 2
 
 
 def test_registers_move_between_the_roles_as_scheduled(kernel: Kernel) -> None:

@@ -34,8 +34,8 @@ Hand-offs
          dV, of the block are done
   dS     the named barrier DS between the warpgroups, once a block. Two stages: that a warpgroup has
          arrived for block j says that its dQ of block j - 1 is done, whose stage block j + 1 takes
-  dQ     the named barriers DQ inside each warpgroup: its buffer is full, and with `weighs_early`
-         before that: it is free. Else that is known when the warpgroups meet at DS
+  dQ     the named barriers DQ inside each warpgroup: its buffer is full. That it is free is known
+         when the warpgroups meet at DS
 
 The loop is turned so that the tensor cores have work whenever the warpgroups do something else,
 and that no product is in flight from one round to the next, which ptxas would not follow. A round
@@ -47,8 +47,6 @@ begins with dS(j) in registers:
     request dV(j + 1)           dS(j + 1) while dV(j + 1) runs
 
 With 128 rows in a block the first half of P(j + 1) is worked out before dP(j + 1) is requested.
-With `weighs_early` P(j + 1), or that half, is worked out while dQ(j) and dK(j) run, before dQ(j)
-leaves.
 
 dQ is summed up in an fp32 workspace in the order of accumulator registers (`take_dq`), which
 `kernels.backward_finish` undoes. The order of the sums differs from run to run. A block's 32 KiB
@@ -535,16 +533,6 @@ class HopperBackward:
         )
 
     @cute.jit
-    def first_visited(self, work: Work):
-        """The row block that a tile begins with; then come the others, around the end."""
-        first = work.rows.first
-        if const_expr(self.schedule.staggers_rows):
-            # Two row blocks a tile: spread over all of them when every tile sees every row.
-            step = self.schedule.tile_n // self.schedule.tile_m
-            first = first + work.tile.m_block * step % cutlass.max(work.num_blocks, 1)
-        return first
-
-    @cute.jit
     def workspace_entry(self, work: Work):
         """(batch entry, first block) of a sequence in the workspaces of query rows."""
         entry = work.tile.batch_idx
@@ -590,8 +578,7 @@ class HopperBackward:
             gQ = self.tiles(q_tma, queries, (schedule.tile_m, schedule.head_dim))
             gdO = self.tiles(do_tma, queries, (schedule.tile_m, schedule.head_dim_v))
             lse, delta = [mStatistics[kind, entry, head_idx, None] for kind in range(2)]
-            m_block = self.first_visited(work)
-            for _ in cutlass.range(work.num_blocks, unroll=1):
+            for m_block in cutlass.range(rows.first, rows.end, unroll=1):
                 state = self.stage_at(count, True)
                 place = (first_block + m_block) * schedule.tile_m
                 self.load_tile(q_tma, gQ, m_block, shared.q, rings.q, state)
@@ -599,9 +586,6 @@ class HopperBackward:
                 self.load_tile(do_tma, gdO, m_block, shared.do, rings.do, state)
                 self.load_statistics(delta, place, shared.delta, rings.do, state)
                 count = count + 1
-                m_block = m_block + 1
-                if m_block == rows.end:
-                    m_block = rows.first
         # No tail: barriers are this CTA's own, and its shared memory lives until its last warp.
 
     def tiles(self, tma: Tma, sequence: tuple[Int32, Int32, Int32, Int32], tile):
@@ -799,8 +783,7 @@ class HopperBackward:
         entry, first_block = self.workspace_entry(work)
         head_idx = work.tile.head_idx * (call.heads_q // call.heads_kv)
         dq_head = (entry * call.heads_q + head_idx) * mdQ.shape[2] + first_block
-        start = self.first_visited(work)
-        m_block = start
+        m_block = rows.first
         regs.dk.fill(0.0)
 
         whole = pipeline.PipelineState(1, Int32(0), Int32(0), Int32(0))
@@ -817,7 +800,6 @@ class HopperBackward:
         # Not added to zeros: those would be written after the fence in front of the product.
         self.score_gradients(products, shared, rings, regs, place, call, state, is_first=True)
 
-        is_early = self.schedule.weighs_early
         for count in cutlass.range(total - 1, unroll=1):
             state = self.stage_at(count, False)
             following = self.stage_at(count + 1, False)
@@ -830,31 +812,21 @@ class HopperBackward:
             m_block = m_block + 1
             if m_block == rows.end:
                 m_block = rows.first
-            if m_block == start:
                 dq_head = dq_head + mdQ.shape[2]
             weigh = (regs, shared, following.index, m_block, place, work, call, clear)
-            if const_expr(is_early):
-                # S is done; dQ and dK, requested behind it, run beside its exponentials.
-                warpgroup.wait_group(2)
-                self.probabilities(*weigh, 0)
             # dQ is done, dK is not.
             warpgroup.wait_group(1)
             self.take_dq(mdQ, shared, acc_dq, place, dq)
-            if const_expr(not is_early):
-                self.send_dq(mdQ, shared, place, dq)
+            self.send_dq(mdQ, shared, place, dq)
             if const_expr(len(regs.rounded) > 1):
                 # For dP and the dS that dK reads there are not registers enough at once.
-                if const_expr(not is_early):
-                    self.probabilities(*weigh, 0)
+                self.probabilities(*weigh, 0)
                 warpgroup.wait_group(0)
                 rings.q.consumer_release(state)
             rings.do.consumer_wait(following)
             do = regs.do[None, None, None, following.index]
             self.matmul(products.scores, regs.dp, (regs.v,), do, False)
-            if const_expr(is_early):
-                self.send_dq(mdQ, shared, place, dq)
-            if const_expr(len(regs.rounded) > 1 or not is_early):
-                self.probabilities(*weigh, len(regs.rounded) - 1)
+            self.probabilities(*weigh, len(regs.rounded) - 1)
             if const_expr(len(regs.rounded) == 1):
                 # dK is done, dP is not.
                 warpgroup.wait_group(1)
@@ -1085,7 +1057,7 @@ class HopperBackward:
                     read_only_args=[target, *[packed[4 * pair + i] for i in range(4)]],
                 )
         cute.arch.fence_proxy("async.shared", space="cta")
-        if const_expr(self.schedule.dq_path == "bulk" and not self.schedule.weighs_early):
+        if const_expr(self.schedule.dq_path == "bulk"):
             # Before the others are told that they may go on: the last dQ has left its buffer.
             cute.arch.cp_async_bulk_wait_group(0, read=True)
 
@@ -1111,10 +1083,6 @@ class HopperBackward:
             for o in cutlass.range_constexpr(twice, octets):
                 add_four(mine + o * OCTET, values, o)
         else:
-            if const_expr(schedule.weighs_early):
-                # The block before has left the buffer. Only the thread that sent it has to wait.
-                cute.arch.cp_async_bulk_wait_group(0, read=True)
-                self.barrier(Barrier.DQ + place.warpgroup, 1).arrive_and_wait()
             layout = cute.make_layout((4, WARPGROUP, octets))
             buffer = self.dq_buffer(shared, place)
             mine = cute.make_tensor(buffer, layout)[None, thread, None]
