@@ -24,7 +24,9 @@ from fa4.attention import BACKENDS, EMULATED_ARCH, Window, _num_dispatch_modes, 
 from fa4.checked_mode import is_checked
 from fa4.compiler import KernelSpec, get_kernel
 from fa4.dispatch import FallbackWarning, UnsupportedProblemError, architecture_of
+from fa4.kernels.features import DecodeFeatures
 from fa4.kvcache_launch import (
+    COUNTERS_PLACE,
     CacheLengths,
     KVCacheDecision,
     KVCacheLaunch,
@@ -573,16 +575,21 @@ def _check_backend(backend: str, arch: str | None) -> None:
         raise ValueError(f'arch={arch!r} is for backend="emulator", not {backend!r}.')
 
 
-def _emulated(spec: KernelSpec) -> Callable[..., Any]:
+def _emulated(
+    spec: KernelSpec, multiprocessors: int = EMULATED_MULTIPROCESSORS
+) -> Callable[..., Any]:
     """The kernel as a function that runs it on the emulated device."""
     try:
-        from fa4.emulator import DeviceModel, run
+        from fa4.emulator import DeviceModel, TensorUse, run
     except ModuleNotFoundError as missing:
         raise ModuleNotFoundError(
             f'backend="emulator" needs {missing.name}: pip install "fa4-kernels[emulator]".'
         ) from missing
-    device = DeviceModel(spec.arch, EMULATED_MULTIPROCESSORS)
-    return functools.partial(run, spec, device=device)
+    device = DeviceModel(spec.arch, multiprocessors)
+    uses = {}
+    if isinstance(spec.features, DecodeFeatures) and getattr(spec.schedule, "merges", False):
+        uses[COUNTERS_PLACE] = TensorUse("counters", is_counter=True)
+    return functools.partial(run, spec, device=device, uses=uses)
 
 
 _warned: set[str] = set()

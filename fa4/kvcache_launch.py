@@ -27,6 +27,7 @@ from fa4.problem import MAX_COORDINATE
 APPEND_ENTRY = "fa4.kernels.append_kv:compile_append"
 COMBINE_ENTRY = "fa4.kernels.combine:compile_combine"
 LSE_COLUMNS = 4  # floats behind each row of a partial output; see `HopperDecode.__call__`
+COUNTERS_PLACE = 6  # of the counters among the arguments of an attention kernel
 
 
 @dataclass(frozen=True)

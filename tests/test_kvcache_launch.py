@@ -14,7 +14,7 @@ import fa4
 from fa4 import kvcache
 from fa4.compiler import KernelSpec
 from fa4.kernels.features import DecodeFeatures
-from fa4.kvcache_launch import KVCacheLaunch
+from fa4.kvcache_launch import COUNTERS_PLACE, KVCacheLaunch
 from fa4.pipelines.sm90_decode import DecodeSchedule
 
 BATCH, ROWS, HEADS_KV, DIM = 2, 64, 2, 32
@@ -119,6 +119,7 @@ def test_a_repeated_call_is_launched_without_a_walk_and_with_its_own_tensors(mac
         assert partial.is_contiguous()
         assert partial.dtype == torch.float32
         counters = launched["counters"]
+        assert KERNEL_ARGUMENTS[COUNTERS_PLACE] == "counters"
         assert counters.dtype == torch.int32
         assert counters.numel() >= 132
         assert not counters.any()

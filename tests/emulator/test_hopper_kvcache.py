@@ -5,14 +5,14 @@ and ring wraps, pages by TMA and by gathering, masks at both ends, packed rows t
 warpgroups, appending and rotary.
 """
 
+import functools
 from dataclasses import replace
 
 import pytest
 import torch
 
 import fa4
-from fa4 import emulator
-from fa4.kvcache import EMULATED_MULTIPROCESSORS
+from fa4.kvcache import EMULATED_MULTIPROCESSORS, _emulated
 from fa4.kvcache_launch import CacheLengths, KVCacheLaunch
 from tests.kvcache_cases import (
     CacheCase,
@@ -98,8 +98,7 @@ def emulate(inputs, multiprocessors: int = EMULATED_MULTIPROCESSORS, **options):
     decision = fa4.explain_kvcache(**arguments, **inputs.options, backend="emulator", arch="sm_90a")
 
     def load(spec):
-        device = emulator.DeviceModel(spec.arch, multiprocessors)
-        return lambda *args: emulator.run(spec, *args, device=device, **options)
+        return functools.partial(_emulated(spec, multiprocessors), **options)
 
     launch = KVCacheLaunch(decision, torch.device("cpu"), multiprocessors, load)
     lengths = CacheLengths(

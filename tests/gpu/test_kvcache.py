@@ -14,6 +14,7 @@ import pytest
 import torch
 
 import fa4
+from fa4 import device_counters
 from tests.kvcache_cases import CacheCase, attend, check_cache_call, make_cache_inputs
 from tests.oracle import bits, fresh_seed
 
@@ -181,8 +182,11 @@ def test_a_captured_graph_replays_with_changed_lengths_pages_and_tokens(num_spli
         assert torch.equal(bits(stable.storage), bits(inputs.storage))
 
 
+@pytest.mark.parametrize("has_pool", [True, False])
 @pytest.mark.parametrize("num_splits", [0, 5])
-def test_streams_and_graphs_at_work_at_the_same_time_keep_their_parts_apart(num_splits) -> None:
+def test_streams_and_graphs_at_work_at_the_same_time_keep_their_parts_apart(
+    num_splits: int, has_pool: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """All of them count the parts of split tiles, and one that counted another's would be wrong."""
     rng = random.Random(fresh_seed())
     calls = []
@@ -191,6 +195,9 @@ def test_streams_and_graphs_at_work_at_the_same_time_keep_their_parts_apart(num_
         case = CacheCase(lengths, heads_q=8, head_dim=128, page_size=16, num_splits=num_splits)
         calls.append(make_cache_inputs(case, DEVICE))
     expected = [attend(inputs, "fa4") for inputs in calls]
+    if not has_pool:
+        # As if captured before any other call: a node of each graph sets its counters to 0.
+        monkeypatch.setattr(device_counters, "_pools", {})
     graphs, captured = [], []
     for inputs in calls[:2]:
         graphs.append(torch.cuda.CUDAGraph())
@@ -223,6 +230,8 @@ def test_a_call_never_waits_for_the_device() -> None:
     torch.cuda.set_sync_debug_mode("error")
     try:
         for _ in range(3):
+            attend(inputs, "fa4")
+        with torch.cuda.stream(torch.cuda.Stream()):  # which has no counters yet
             attend(inputs, "fa4")
     finally:
         torch.cuda.set_sync_debug_mode(mode)
