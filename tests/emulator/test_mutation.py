@@ -97,10 +97,10 @@ def test_forward_kernel_without_an_arrival_a_wait_or_a_wgmma_wait_is_noticed() -
 
 # What is not noticed, and why.
 UNNOTICED = {
-    # Redundant: the producer's wait for a free stage of K at the first block of a tile, because its
-    # wait for the stage of V before has seen a release that comes after K's; the same wait and
-    # those for Q of three warpgroups where a tile is repeated, because all have met before; and
-    # the waits of warpgroups without rows for K and V that go by, because they take turns.
+    # Redundant: where a tile is repeated, the producer's waits for the first K and for Q of three
+    # warpgroups, because all have met before; there, too, the second look at V, which the first one
+    # has found; and the waits of warpgroups without rows for K and V that go by, because they take
+    # turns.
     "mbarrier wait": 7,
     # For speed: a warpgroup's turn orders when matmuls are issued.
     "named barrier sync": 1,
