@@ -38,6 +38,9 @@ SURROUNDINGS = (
 _DESTINATIONS = ("--csv", "--out")
 
 
+RATES = ("tflops", "tbytes")  # columns of which more is better
+
+
 def surroundings(driver: str = "") -> dict[str, str]:
     """Card, software, date and command: the columns that make a figure repeatable."""
     has_gpu = torch.cuda.is_available()
@@ -101,7 +104,7 @@ def text_table(rows: Iterable[Mapping[str, Any]], digits: int = 3) -> str:
 def comparison(rows: Iterable[Mapping[str, Any]], value: str, ours: str = "fa4") -> pd.DataFrame:
     """A line for each case, a column for each contender, and ours over the best other.
 
-    Contenders whose names begin with ours are variants of it, and no others.
+    The best is the highest of `RATES`, and the lowest of anything else. Contenders whose names begin with ours are variants of it, and no others.
     """
     table = pd.DataFrame(list(rows))
     wide = table.pivot_table(index="case", columns="contender", values=value, sort=False)
@@ -109,7 +112,8 @@ def comparison(rows: Iterable[Mapping[str, Any]], value: str, ours: str = "fa4")
     others = wide.drop(columns=[ours, *variants], errors="ignore")
     if ours in wide and len(others.columns):
         wide = wide[[ours, *variants, *others.columns]]
-        wide[f"{ours} / best other"] = wide[ours] / others.max(axis=1)
+        best = others.max(axis=1) if value in RATES else others.min(axis=1)
+        wide[f"{ours} / best other"] = wide[ours] / best
     return wide
 
 

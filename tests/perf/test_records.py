@@ -73,6 +73,12 @@ def test_a_comparison_has_ours_first_and_the_ratio_to_the_best_other() -> None:
     assert page.splitlines()[3] == "| y | 400.0 | 500.0 |  | 0.800 |"
 
 
+def test_the_best_time_or_error_is_the_lowest() -> None:
+    rows = [{**row, "host_us": row["tflops"]} for row in ROWS]
+    table = records.comparison(rows, "host_us")
+    assert table["fa4 / best other"].tolist() == pytest.approx([600 / 500, 0.8])
+
+
 def test_variants_of_ours_are_no_others() -> None:
     rows = [*ROWS, {**ROWS[0], "contender": "fa4-deterministic", "tflops": 900.0}]
     table = records.comparison(rows, "tflops")
