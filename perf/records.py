@@ -104,7 +104,8 @@ def text_table(rows: Iterable[Mapping[str, Any]], digits: int = 3) -> str:
 def comparison(rows: Iterable[Mapping[str, Any]], value: str, ours: str = "fa4") -> pd.DataFrame:
     """A line for each case, a column for each contender, and ours over the best other.
 
-    The best is the highest of `RATES`, and the lowest of anything else. Contenders whose names begin with ours are variants of it, and no others.
+    The best is the highest of `RATES`, and the lowest of anything else. Contenders whose names
+    begin with ours are variants of it, and no others.
     """
     table = pd.DataFrame(list(rows))
     wide = table.pivot_table(index="case", columns="contender", values=value, sort=False)
