@@ -130,7 +130,7 @@ def one_kernel_cost(schedule: Any) -> BlockCost:
         product(n, d, m, a_in_registers=True),
         (dq_flop * shares, dq_operands * shares),
     ]
-    leaving = 2 * m * d * FP32_BYTES if schedule.dq_path == "bulk" else 0
+    leaving = 2 * schedule.dq_buffer * FP32_BYTES  # written, and read
     return cost(m * n, products, (m * (d + dv) + n * m) * ELEMENT_BYTES + leaving)
 
 

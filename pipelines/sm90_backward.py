@@ -326,9 +326,11 @@ class OneKernelSchedule:
 
     head_dim, head_dim_v  padded head dims the buffers are made for
     tile_m                query rows of a block: 64 or 128
-    stages                Q and dO buffers of each kind, with their rows' LSE and delta
+    stages                Q buffers, with their rows' LSE
     dq_path               how a block's dQ is added to the workspace: "red" straight from
                           registers, 16 bytes a thread, or "bulk" through shared memory
+    grad_stages           dO buffers, with their rows' delta
+    dq_octets_by_threads  of "bulk": how many eights of a warpgroup's columns go as with "red"
     consumer_registers    per thread, after setmaxnreg
     producer_registers    per thread, after setmaxnreg
     """
@@ -338,6 +340,8 @@ class OneKernelSchedule:
     tile_m: int
     stages: int
     dq_path: str
+    grad_stages: int = 2
+    dq_octets_by_threads: int = 0
     consumer_registers: int = 240
     producer_registers: int = 24
 
@@ -350,6 +354,16 @@ class OneKernelSchedule:
     def threads(self) -> int:
         """One producer and two consumer warpgroups."""
         return 3 * WARPGROUP
+
+    @property
+    def requests_dv_early(self) -> bool:
+        """There are registers for P in 16 bits beside dP and the P that dS is made of."""
+        return self.tile_m == ROWS
+
+    @property
+    def dq_red_octets(self) -> int:
+        """Eights of an accumulator's columns that threads add."""
+        return self.dq_columns // 8 if self.dq_path == "red" else self.dq_octets_by_threads
 
     @property
     def dq_columns(self) -> int:
@@ -376,7 +390,7 @@ class OneKernelSchedule:
     @property
     def dq_buffer(self) -> int:
         """fp32 elements of shared memory through which dQ leaves."""
-        return 2 * ROWS * self.dq_columns if self.dq_path == "bulk" else 0
+        return 2 * ROWS * (self.dq_columns - 8 * self.dq_red_octets)
 
     @property
     def slab(self) -> int:
@@ -386,25 +400,27 @@ class OneKernelSchedule:
     @property
     def smem_bytes(self) -> int:
         """Barriers, K and V, the Q and dO stages with their statistics, two stages of dS, dQ."""
-        stage_rows = self.stages * (self.head_dim + self.head_dim_v)
+        stage_rows = self.stages * self.head_dim + self.grad_stages * self.head_dim_v
         elements = 2 * self.slab + self.tile_m * stage_rows + 2 * self.tile_n * self.tile_m
-        fp32 = 2 * self.stages * self.tile_m + self.dq_buffer
+        fp32 = (self.stages + self.grad_stages) * self.tile_m + self.dq_buffer
         return BARRIER_BYTES + ELEMENT_BYTES * elements + STATISTIC_BYTES * fp32
 
     @property
     def accumulator_registers(self) -> int:
-        """Of a consumer thread: dK, dV, S (then P), dP (then dQ) in fp32, 64 rows in 16 bits."""
-        return (self.head_dim + self.head_dim_v) // 2 + self.tile_m + ROWS // 4
+        """Of a consumer thread: dK, dV, S (then P), dP (then dS) in fp32, P in 16 bits."""
+        return (self.head_dim + self.head_dim_v) // 2 + self.tile_m + self.tile_m // 4
 
     @property
     def name(self) -> str:
-        return f"m{self.tile_m}n{self.tile_n}s{self.stages}_{self.dq_path}"
+        name = f"m{self.tile_m}n{self.tile_n}s{self.stages}g{self.grad_stages}_{self.dq_path}"
+        return f"{name}_red{self.dq_octets_by_threads}" if self.dq_octets_by_threads else name
 
     @property
     def description(self) -> str:
         """One line for people."""
         return (
-            f"key tile {self.tile_n}, query block {self.tile_m}, {self.stages} Q and dO stages, "
+            f"key tile {self.tile_n}, query block {self.tile_m}, {self.stages} Q and "
+            f"{self.grad_stages} dO stages, "
             f"dQ added {'in shared memory' if self.dq_path == 'bulk' else 'from registers'}, "
             f"{self.smem_bytes // 1024} KiB shared memory"
         )
@@ -413,11 +429,19 @@ class OneKernelSchedule:
         problems = _role_problems(self.consumer_registers, self.producer_registers)
         if self.tile_m not in (64, 128):
             problems.append(f"tile_m={self.tile_m} is not 64 or 128")
-        if self.stages < 2:
-            # S of a block is computed while the Q of the block before is still in use.
-            problems.append(f"stages={self.stages} is below 2")
+        for name in ("stages", "grad_stages"):
+            if getattr(self, name) < 2:
+                # With one the next load waits for the product that reads the last one.
+                problems.append(f"{name}={getattr(self, name)} is below 2")
         if self.dq_path not in DQ_PATHS:
             problems.append(f"dq_path={self.dq_path!r} is not one of {DQ_PATHS}")
+        # With "red" there is no other part; columns that overlap (d96) are added in one piece.
+        parts = self.dq_path == "bulk" and self.dq_columns == 8 * self.dq_octet_step
+        most = self.dq_octet_step - 1 if parts else 0
+        if not 0 <= self.dq_octets_by_threads <= most:
+            problems.append(
+                f"dq_octets_by_threads={self.dq_octets_by_threads} is not from 0 to {most}"
+            )
         if self.accumulator_registers + 12 > self.consumer_registers:
             problems.append(
                 f"gradients, scores and dS need {self.accumulator_registers} registers and a few "
@@ -476,16 +500,19 @@ def one_kernel_schedules(features: BackwardFeatures) -> OneKernelSchedules:
             f"be at most {ONE_KERNEL_HEAD_DIM_MAX}"
         )
     # Measured on an H200, gradients kernel alone, TFLOP/s full/causal of 16 heads at 4k, bf16.
-    if head_dim > 64:
-        # d128: 602/583; 533/492 with "red", 510/501 with two stages.
-        tile_m, stages, dq_path = 64, 3, "bulk"
-    elif head_dim_v == 64 and features.score == "plain":
-        # 507/451; 479/454 with "red", 419/399 with blocks of 64 rows.
-        tile_m, stages, dq_path = 128, 2, "bulk"
+    head_dims = head_dim, head_dim_v
+    if head_dims == (128, 128) and features.score == "plain":
+        # 571/523; all by the copy engine 548/505
+        gradients = OneKernelSchedule(128, 128, 64, 3, "bulk", 3, dq_octets_by_threads=4)
+    elif head_dims == (64, 64) and features.score == "plain":
+        # 494/454; two stages of Q 466/455, these with half of dQ by threads 471/424
+        gradients = OneKernelSchedule(64, 64, 128, 3, "bulk", 2)
+    elif head_dim > 64:
+        gradients = OneKernelSchedule(head_dim, head_dim_v, 64, 3, "bulk", 3)
     else:
-        # 419/399 without softcap; 400/388 with "bulk". Softcap in blocks of 128 rows spills.
-        tile_m, stages, dq_path = 64, 3, "red"
-    gradients = OneKernelSchedule(head_dim, head_dim_v, tile_m, stages, dq_path)
+        # Softcap in blocks of 128 rows spills. "red" measured 5 % faster than "bulk" in an earlier
+        # order of the loop.
+        gradients = OneKernelSchedule(head_dim, head_dim_v, 64, 3, "red", 3)
     return OneKernelSchedules(
         PrepareSchedule(head_dim_v, gradients.tile_m),
         gradients,

@@ -52,7 +52,7 @@ class Kernel:
 
     @property
     def loop(self) -> list[Instruction]:
-        """The only loop over row blocks; what comes before and behind makes up one more block."""
+        """The only loop with matrix products."""
         (loop,) = self.code.loops_with("HGMMA")
         return loop
 
@@ -62,7 +62,9 @@ USUAL = [
     *((features(dim, dim, HEAVIEST), {}) for dim in (64, 128)),
     (features(64, 64, CAUSAL), NARROW),
     (features(64, 64, CAUSAL), {"dq_path": "red"}),
-    (features(128, 128, CAUSAL), {"dq_path": "red"}),
+    (features(64, 64, CAUSAL), {"stages": 2, "dq_octets_by_threads": 4}),
+    (features(128, 128, CAUSAL), {"dq_path": "red", "dq_octets_by_threads": 0}),
+    (features(128, 128, CAUSAL), {"dq_octets_by_threads": 0}),
 ]
 REST = [
     *(
@@ -104,14 +106,14 @@ def test_matrix_products_of_a_block_are_one_instruction_for_each_step_of_16(
     tile_m, tile_n = schedule.tile_m, schedule.tile_n
     head_dim, head_dim_v = schedule.head_dim, schedule.head_dim_v
     expected = [
-        *[f"64x{tile_m}x16"] * (head_dim // 16),  # S of the next block
+        *[f"64x{tile_m}x16"] * (head_dim // 16),  # S
+        *[f"64x{tile_m}x16"] * (head_dim_v // 16),  # dP
+        *[f"64x{head_dim_v}x16"] * (tile_m // 16),  # dV
         *[f"64x{schedule.dq_columns}x16"] * (tile_n // 16),  # dQ
         *[f"64x{head_dim}x16"] * (tile_m // 16),  # dK
-        *[f"64x{tile_m}x16"] * (head_dim_v // 16),  # dP of the next block
-        *[f"64x{head_dim_v}x16"] * (tile_m // 16),  # dV of the next block
     ]
     assert [i.opcode.split(".")[1] for i in kernel.loop if i.is_a("HGMMA")] == expected
-    assert kernel.code.count("HGMMA") == 2 * len(expected)
+    assert kernel.code.count("HGMMA") == len(expected)
 
 
 def test_matrix_products_stay_in_flight_until_the_kernel_waits(kernel: Kernel) -> None:
@@ -123,13 +125,10 @@ def test_matrix_products_stay_in_flight_until_the_kernel_waits(kernel: Kernel) -
         if i.is_a("HGMMA") or i.is_a(wait)
     ]
     waits = [depth for depth in order if depth in ("0x0", "0x1", "0x2")]
-    if kernel.schedule.tile_m == 64:
-        # dQ is there and dK runs; dK is there and dP runs; dP is there and dV runs; dV.
-        assert waits == ["0x1", "0x1", "0x1", "0x0"]
-    else:
-        # dQ is there and dK runs; dK; dP is there and half of dV runs; all of dV.
-        assert waits == ["0x1", "0x0", "0x1", "0x0"]
-    assert kernel.code.count(wait) == 2 * len(waits) + 1
+    # S is there and dP runs; dP, and with 64 rows dV runs; dV and dQ runs; dQ and dK runs; dK.
+    dp = "0x1" if kernel.schedule.requests_dv_early else "0x0"
+    assert waits == ["0x1", dp, "0x1", "0x1", "0x0"]
+    assert kernel.code.count(wait) == len(waits)
 
 
 def test_scores_take_one_exponential_each_and_no_shuffle(kernel: Kernel) -> None:
@@ -138,8 +137,7 @@ def test_scores_take_one_exponential_each_and_no_shuffle(kernel: Kernel) -> None
     has_softcap = kernel.features.score == "softcap"
     assert sass.count(kernel.loop, "MUFU.EX2") == each * (1 + has_softcap)
     assert sass.count(kernel.loop, "MUFU.LG2") == each * has_softcap
-    # To start a bulk copy one warp of a warpgroup is told apart by a shuffle.
-    assert sass.count(kernel.loop, "SHFL") == (kernel.schedule.dq_path == "bulk")
+    assert sass.count(kernel.loop, "SHFL") == 0
 
 
 def test_statistics_are_read_and_ds_is_written_by_the_widest_accesses(kernel: Kernel) -> None:
@@ -147,21 +145,21 @@ def test_statistics_are_read_and_ds_is_written_by_the_widest_accesses(kernel: Ke
     groups = kernel.schedule.tile_m // 16
     loads = groups * (3 if kernel.features.score == "softcap" else 2)
     assert sass.count(kernel.loop, "LDS.128") == sass.count(kernel.loop, "LDS") == loads
-    assert sass.count(kernel.loop, "STSM.16.M88.4") == groups
+    assert sass.count(kernel.loop, "STSM.16.M88.4") == sass.count(kernel.loop, "STSM") == groups
 
 
 def test_dq_leaves_as_scheduled_and_warpgroups_meet_once_a_block(kernel: Kernel) -> None:
     octets = kernel.schedule.dq_columns // 8
-    if kernel.schedule.dq_path == "red":
-        additions = [i.opcode for i in kernel.loop if i.is_a("REDG")]
-        assert len(additions) == octets
-        assert all("F32x4" in opcode for opcode in additions)
-        assert sass.count(kernel.loop, "BAR") == 1
-    else:
-        assert sass.count(kernel.loop, "STS.128") == octets
-        assert sass.count(kernel.loop, "UBLKRED") == 1
-        # The other one is a warpgroup's own, before its copy may start.
-        assert sass.count(kernel.loop, "BAR") == 2
+    by_threads = kernel.schedule.dq_red_octets
+    additions = [i.opcode for i in kernel.loop if i.is_a("REDG")]
+    assert len(additions) == by_threads
+    assert all("F32x4" in opcode for opcode in additions)
+    assert sass.count(kernel.loop, "STS.128") == octets - by_threads
+    # Besides where the warpgroups meet: the buffer is empty, the buffer is full.
+    assert sass.count(kernel.loop, "BAR") == (3 if kernel.schedule.dq_path == "bulk" else 1)
+    # Another warp sends it.
+    assert sass.count(kernel.loop, "UBLKRED") == 0
+    assert kernel.code.count("UBLKRED") == (kernel.schedule.dq_path == "bulk")
 
 
 def test_registers_move_between_the_roles_as_scheduled(kernel: Kernel) -> None:
@@ -185,7 +183,12 @@ def test_registers_move_between_the_roles_as_scheduled(kernel: Kernel) -> None:
         ({"stages": 1}, "stages=1 is below 2"),
         ({"dq_path": "own pass"}, "dq_path='own pass' is not one of"),
         ({"stages": 5}, "shared memory .* exceeds"),
-        ({"tile_m": 128, "stages": 2}, "need 272 registers"),
+        ({"tile_m": 128, "stages": 2}, "need 288 registers"),
+        ({"grad_stages": 1}, "grad_stages=1 is below 2"),
+        ({"dq_octets_by_threads": 8}, "dq_octets_by_threads=8 is not from 0 to 7"),
+        ({"dq_octets_by_threads": -1}, "dq_octets_by_threads=-1 is not from 0 to 7"),
+        ({"dq_path": "red"}, "dq_octets_by_threads=4 is not from 0 to 0"),
+        ({"head_dim": 96}, "dq_octets_by_threads=4 is not from 0 to 0"),
         ({"consumer_registers": 248}, "consumer_registers=248 is not a multiple of 8 from 24"),
     ],
 )

@@ -14,8 +14,9 @@ them. Only dS goes through shared memory, once, since dQ = dS K sums over the ke
 warpgroups.
 
 Roles (1 + 2 warpgroups)
-  warpgroup 0       load      warp 0 issues every TMA load; its three other warps only give up
-                              their registers
+  warpgroup 0       load      warp 0 issues every TMA load
+                    send      with a dQ buffer, warps 1 and 2 have the part of one warpgroup each
+                              added to the workspace; who is left only gives up its registers
   warpgroups 1, 2   attend    each owns 64 keys: dK and dV stay in its registers from the first
                               row block of the first query head of its group to the last of the
                               last. Of a block's dQ each makes one half
@@ -24,7 +25,7 @@ Shared memory (sizes in elements of q's type; `OneKernelSchedule.smem_bytes`)
   sK   (tile_n, head_dim)              later dK
   sV   (tile_n, head_dim_v)            later dV
   sQ   (tile_m, head_dim, stages)      and the LSE of those rows
-  sdO  (tile_m, head_dim_v, stages)    and their delta
+  sdO  (tile_m, head_dim_v, grad_stages)  and their delta
   sdS  (tile_n, tile_m, 2)             written by both warpgroups, read by both
   sdQ  fp32, one slab a warpgroup      only where dQ is added by bulk copies
 
@@ -34,24 +35,26 @@ Hand-offs
          dV, of the block are done
   dS     the named barrier DS between the warpgroups, once a block. Two stages: that a warpgroup has
          arrived for block j says that its dQ of block j - 1 is done, whose stage block j + 1 takes
-  dQ     the named barriers DQ inside each warpgroup: its buffer is full. That it is free is known
-         when the warpgroups meet at DS
+  dQ     the named barriers DQ_FULL and DQ_EMPTY between a warpgroup and the warp that sends its
+         part: one side arrives, the other waits
 
-The loop is turned so that the tensor cores have work whenever the warpgroups do something else,
-and that no product is in flight from one round to the next, which ptxas would not follow. A round
-begins with dS(j) in registers:
+A round is one block, and leaves no product in flight, which ptxas would not follow around the loop:
 
-    request S(j + 1)            dS(j) to shared memory, the warpgroups meet
-    request dQ(j), dK(j)        dQ(j) leaves for memory while dK(j) runs
-    request dP(j + 1)           P(j + 1) while dK(j) and dP(j + 1) run
-    request dV(j + 1)           dS(j + 1) while dV(j + 1) runs
+    request S, dP               P while dP runs
+    request dV                  dS; with 64 rows while dV runs, else before, for lack of registers
+    dS to shared memory, the warpgroups meet
+    request dQ, dK              dQ leaves while dK runs
 
-With 128 rows in a block the first half of P(j + 1) is worked out before dP(j + 1) is requested.
+What one warpgroup leaves of the tensor cores' time the other one uses.
+
+Shared memory is the busiest unit: by `perf.roofline`, a block of 64 rows of d128 takes 2560 clocks
+of the tensor cores and 2944 of shared memory, 512 of them for dQ through its buffer. Hence P^T and
+dS^T in registers, and half of dQ straight from there.
 
 dQ is summed up in an fp32 workspace in the order of accumulator registers (`take_dq`), which
-`kernels.backward_finish` undoes. The order of the sums differs from run to run. A block's 32 KiB
-(64 rows of d128) leave by the copy engine or, without a buffer in shared memory and its traffic,
-as 16-byte reductions of each thread; the latter measured 12 % slower (see the schedule).
+`kernels.backward_finish` undoes. The order of the sums differs from run to run. A block's dQ leaves
+by the copy engine or, without a buffer in shared memory and its traffic, as 16-byte reductions of
+each thread, or a part of it each way: which is faster was measured (see the schedules).
 """
 
 from enum import IntEnum
@@ -79,18 +82,18 @@ from fa4.pipelines.sm90_backward import OneKernelSchedule
 KEYS = 64  # keys of a warpgroup: M of one wgmma
 CONSUMERS = 2  # warpgroups
 DS_STAGES = 2
-CHUNK = 64  # query rows that are rounded together, and their accumulator of a warpgroup
-CHUNK_SHAPE = ((2, 2, CHUNK // 8), 1, 1)
+CHUNK = 64  # query rows of a swizzled line of sdS
 OCTET = 4 * WARPGROUP  # elements of the dQ workspace: 64 rows by 8 columns
 DTYPES = {"bf16": BFloat16, "fp16": Float16}
 
 
 class Barrier(IntEnum):
-    """Named barriers; 0 is the CTA's own. DQ and EPILOGUE take one id a warpgroup from here."""
+    """Named barriers; 0 is the CTA's own. All but DS take one id a warpgroup from here."""
 
     DS = 1
-    DQ = 2
-    EPILOGUE = 4
+    DQ_FULL = 2
+    DQ_EMPTY = 4
+    EPILOGUE = 6
 
 
 class Tma(NamedTuple):
@@ -186,8 +189,8 @@ class Fragments(NamedTuple):
     q, do                    B operands of scores and dP: (MMA, 1, K, stages)
     qt, dot                  B operands of dK and dV: (MMA, 1, K, stages)
     ds, kt                   A and B operands of dQ: (MMA, 1, K, stages), (MMA, 1, K)
-    scores, dp               fp32 accumulators; scores become P
-    rounded                  P, then dS in 16 bits, 64 rows each: the A operands of dV and dK
+    scores, dp               fp32 accumulators; scores become P, dp becomes dS
+    p, rounded_ds            P and dS in 16 bits: the A operands of dV and dK
     dk, dv                   fp32 accumulators
     """
 
@@ -201,7 +204,8 @@ class Fragments(NamedTuple):
     kt: cute.Tensor
     scores: cute.Tensor
     dp: cute.Tensor
-    rounded: tuple[cute.Tensor, ...]
+    p: cute.Tensor
+    rounded_ds: cute.Tensor
     dk: cute.Tensor
     dv: cute.Tensor
 
@@ -269,7 +273,8 @@ class HopperBackward:
                          see `tile_order.locate_tile`
         """
         schedule = self.schedule
-        tile_m, tile_n, stages = schedule.tile_m, schedule.tile_n, schedule.stages
+        tile_m, tile_n = schedule.tile_m, schedule.tile_n
+        stages, grad_stages = schedule.stages, schedule.grad_stages
         head_dim, head_dim_v = schedule.head_dim, schedule.head_dim_v
         q, k, v, do, dk, dv = [global_view.rows_first(t) for t in (mQ, mK, mV, mdO, mdK, mdV)]
 
@@ -279,7 +284,7 @@ class HopperBackward:
         sK_layout, sKt_layout = self.both_ways(tile_n, head_dim, 1, k_period)
         sV_layout, _ = self.both_ways(tile_n, head_dim_v, 1, head_dim_v)
         sQ_layout, sQt_layout = self.both_ways(tile_m, head_dim, stages, head_dim)
-        sdO_layout, sdOt_layout = self.both_ways(tile_m, head_dim_v, stages, head_dim_v)
+        sdO_layout, sdOt_layout = self.both_ways(tile_m, head_dim_v, grad_stages, head_dim_v)
         sdSt_layout, sdS_layout = self.both_ways(tile_n, tile_m, DS_STAGES, tile_m)
         sdK_layout = sm90.make_smem_layout_epi(self.dtype, row_major, (KEYS, head_dim), CONSUMERS)
         sdV_layout = sm90.make_smem_layout_epi(self.dtype, row_major, (KEYS, head_dim_v), CONSUMERS)
@@ -306,9 +311,9 @@ class HopperBackward:
             k_barriers: cute.struct.MemRange[cutlass.Int64, 2]
             v_barriers: cute.struct.MemRange[cutlass.Int64, 2]
             q_barriers: cute.struct.MemRange[cutlass.Int64, 2 * stages]
-            do_barriers: cute.struct.MemRange[cutlass.Int64, 2 * stages]
+            do_barriers: cute.struct.MemRange[cutlass.Int64, 2 * grad_stages]
             lse: cute.struct.Align[cute.struct.MemRange[Float32, stages * tile_m], 128]
-            delta: cute.struct.Align[cute.struct.MemRange[Float32, stages * tile_m], 128]
+            delta: cute.struct.Align[cute.struct.MemRange[Float32, grad_stages * tile_m], 128]
             sK: cute.struct.Align[cute.struct.MemRange[self.dtype, schedule.slab], 1024]
             sV: cute.struct.Align[cute.struct.MemRange[self.dtype, schedule.slab], 1024]
             sQ: cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(sQ_layout)], 1024]
@@ -430,7 +435,6 @@ class HopperBackward:
         def view(field, layout):
             return field.get_tensor(layout.outer, swizzle=layout.inner)
 
-        rows = cute.make_layout((schedule.tile_m, schedule.stages))
         shared = Shared(
             view(storage.sK, sK_layout),
             view(storage.sK, sKt_layout),
@@ -442,8 +446,8 @@ class HopperBackward:
             view(storage.sdS, sdS_layout),
             view(storage.sdS, sdSt_layout),
             storage.sdQ.data_ptr(),
-            storage.lse.get_tensor(rows),
-            storage.delta.get_tensor(rows),
+            storage.lse.get_tensor(cute.make_layout((schedule.tile_m, schedule.stages))),
+            storage.delta.get_tensor(cute.make_layout((schedule.tile_m, schedule.grad_stages))),
             view(storage.sK, sdK_layout),
             view(storage.sV, sdV_layout),
         )
@@ -460,6 +464,9 @@ class HopperBackward:
             cute.arch.setmaxregister_decrease(schedule.producer_registers)
             if warp_idx == 0:
                 self.load(loads, mStatistics, shared, rings, call)
+            if const_expr(schedule.dq_path == "bulk"):
+                if (warp_idx > 0) & (warp_idx <= CONSUMERS):
+                    self.send(mdQ, shared, warp_idx - 1, call)
         else:
             cute.arch.setmaxregister_increase(schedule.consumer_registers)
             self.attend(products, stores, gradients, mdQ, shared, rings, call)
@@ -480,12 +487,13 @@ class HopperBackward:
         )
 
     @cute.jit
-    def stage_at(self, count: Int32, is_producer: cutlass.Constexpr[bool]):
-        """Pipeline state of the ``count``-th use of the Q or dO buffers.
+    def stage_at(
+        self, count: Int32, stages: cutlass.Constexpr[int], is_producer: cutlass.Constexpr[bool]
+    ):
+        """Pipeline state of the ``count``-th use of a ring's ``stages`` buffers.
 
         The producer's phase is the opposite one, because an empty barrier starts free.
         """
-        stages = self.schedule.stages
         # Unsigned, because rounding a signed quotient down takes five instructions more.
         turns = Int32(Uint32(count) // stages)
         phase = turns & 1
@@ -579,12 +587,13 @@ class HopperBackward:
             gdO = self.tiles(do_tma, queries, (schedule.tile_m, schedule.head_dim_v))
             lse, delta = [mStatistics[kind, entry, head_idx, None] for kind in range(2)]
             for m_block in cutlass.range(rows.first, rows.end, unroll=1):
-                state = self.stage_at(count, True)
+                state = self.stage_at(count, schedule.stages, True)
+                grad_state = self.stage_at(count, schedule.grad_stages, True)
                 place = (first_block + m_block) * schedule.tile_m
                 self.load_tile(q_tma, gQ, m_block, shared.q, rings.q, state)
                 self.load_statistics(lse, place, shared.lse, rings.q, state)
-                self.load_tile(do_tma, gdO, m_block, shared.do, rings.do, state)
-                self.load_statistics(delta, place, shared.delta, rings.do, state)
+                self.load_tile(do_tma, gdO, m_block, shared.do, rings.do, grad_state)
+                self.load_statistics(delta, place, shared.delta, rings.do, grad_state)
                 count = count + 1
         # No tail: barriers are this CTA's own, and its shared memory lives until its last warp.
 
@@ -712,7 +721,7 @@ class HopperBackward:
             return products.scores.make_fragment_A(scores.partition_A(mine))
 
         acc_scores, acc_dp = [fp32(products.scores, schedule.tile_m) for _ in range(2)]
-        chunks = schedule.tile_m // CHUNK
+        p, rounded_ds = [cute.make_rmem_tensor_like(acc_scores, self.dtype) for _ in range(2)]
         # With 64 rows in a block both warpgroups work on all of them, else on one half each.
         half = 0 if schedule.tile_m == KEYS else wg
         ds = cute.local_tile(shared.ds, (KEYS, schedule.tile_n, DS_STAGES), (half, 0, 0))
@@ -727,7 +736,8 @@ class HopperBackward:
             products.dq.make_fragment_B(dq.partition_B(self.dq_window(shared.kt, wg))),
             acc_scores,
             acc_dp,
-            tuple(cute.make_rmem_tensor(CHUNK_SHAPE, self.dtype) for _ in range(chunks)),
+            p,
+            rounded_ds,
             fp32(products.dk, schedule.head_dim),
             fp32(products.dv, schedule.head_dim_v),
         )
@@ -770,7 +780,8 @@ class HopperBackward:
         Leaves dV and the unscaled dK in registers.
         """
         total = work.num_blocks * (call.heads_q // call.heads_kv)
-        rows, elements = work.rows, self.schedule.tile_m * self.schedule.head_dim
+        schedule, rows = self.schedule, work.rows
+        elements = schedule.tile_m * schedule.head_dim
         my_tile = CONSUMERS * work.tile.m_block + place.warpgroup
         mine = self.rows_of(my_tile, work.q.length, work.k.length, KEYS, call)
         clear_first = mine.clear_first
@@ -785,149 +796,80 @@ class HopperBackward:
         dq_head = (entry * call.heads_q + head_idx) * mdQ.shape[2] + first_block
         m_block = rows.first
         regs.dk.fill(0.0)
-
-        whole = pipeline.PipelineState(1, Int32(0), Int32(0), Int32(0))
-        state = self.stage_at(Int32(0), False)
-        rings.k.consumer_wait(whole)
-        rings.q.consumer_wait(state)
-        self.matmul(products.scores, regs.scores, (regs.k,), regs.q[None, None, None, 0], False)
-        rings.v.consumer_wait(whole)
-        rings.do.consumer_wait(state)
-        self.matmul(products.scores, regs.dp, (regs.v,), regs.do[None, None, None, 0], False)
-        warpgroup.wait_group(1)
-        for c in cutlass.range_constexpr(len(regs.rounded)):
-            self.probabilities(regs, shared, state.index, m_block, place, work, call, clear, c)
-        # Not added to zeros: those would be written after the fence in front of the product.
-        self.score_gradients(products, shared, rings, regs, place, call, state, is_first=True)
-
-        for count in cutlass.range(total - 1, unroll=1):
-            state = self.stage_at(count, False)
-            following = self.stage_at(count + 1, False)
-            rings.q.consumer_wait(following)
-            q = regs.q[None, None, None, following.index]
-            self.matmul(products.scores, regs.scores, (regs.k,), q, False)
-            self.share_ds(regs, shared, place, count % DS_STAGES)
-            dq = Int64(dq_head + m_block) * elements
-            acc_dq = self.sum_up(products, regs, state, count % DS_STAGES)
+        regs.dv.fill(0.0)
+        once = pipeline.PipelineState(1, Int32(0), Int32(0), Int32(0))
+        rings.k.consumer_wait(once)
+        rings.v.consumer_wait(once)
+        for count in cutlass.range(cute.arch.make_warp_uniform(total), unroll=1):
+            state = self.stage_at(count, schedule.stages, False)
+            grad_state = self.stage_at(count, schedule.grad_stages, False)
+            ds_stage = count % DS_STAGES
+            rings.q.consumer_wait(state)
+            q = regs.q[None, None, None, state.index]
+            self.matmul(products.scores, regs.scores, regs.k, q, False)
+            rings.do.consumer_wait(grad_state)
+            do = regs.do[None, None, None, grad_state.index]
+            self.matmul(products.scores, regs.dp, regs.v, do, False)
+            # S is done, dP is not.
+            warpgroup.wait_group(1)
+            self.probabilities(regs, shared, state.index, m_block, place, work, call, clear)
+            accumulator.round_into(regs.p, regs.scores)
+            p = accumulator.as_operand_a(regs.p)
+            dot = regs.dot[None, None, None, grad_state.index]
+            if const_expr(schedule.requests_dv_early):
+                self.matmul(products.dv, regs.dv, p, dot, True)
+                warpgroup.wait_group(1)
+            else:
+                warpgroup.wait_group(0)
+            self.score_gradient(regs, shared, state.index, grad_state.index, place, call)
+            accumulator.round_into(regs.rounded_ds, regs.dp)
+            self.share_ds(regs, shared, place, ds_stage)
+            if const_expr(not schedule.requests_dv_early):
+                self.matmul(products.dv, regs.dv, p, dot, True)
+            self.barrier(Barrier.DS, CONSUMERS).arrive_and_wait()
+            acc_dq = self.request_dq(products, regs, ds_stage)
+            # dV is done, dQ is not.
+            warpgroup.wait_group(1)
+            rings.do.consumer_release(grad_state)
+            ds = accumulator.as_operand_a(regs.rounded_ds)
+            qt = regs.qt[None, None, None, state.index]
+            self.matmul(products.dk, regs.dk, ds, qt, True)
+            # dQ is done, dK is not.
+            warpgroup.wait_group(1)
+            self.take_dq(mdQ, shared, acc_dq, place, Int64(dq_head + m_block) * elements)
             m_block = m_block + 1
             if m_block == rows.end:
                 m_block = rows.first
                 dq_head = dq_head + mdQ.shape[2]
-            weigh = (regs, shared, following.index, m_block, place, work, call, clear)
-            # dQ is done, dK is not.
-            warpgroup.wait_group(1)
-            self.take_dq(mdQ, shared, acc_dq, place, dq)
-            self.send_dq(mdQ, shared, place, dq)
-            if const_expr(len(regs.rounded) > 1):
-                # For dP and the dS that dK reads there are not registers enough at once.
-                self.probabilities(*weigh, 0)
-                warpgroup.wait_group(0)
-                rings.q.consumer_release(state)
-            rings.do.consumer_wait(following)
-            do = regs.do[None, None, None, following.index]
-            self.matmul(products.scores, regs.dp, (regs.v,), do, False)
-            self.probabilities(*weigh, len(regs.rounded) - 1)
-            if const_expr(len(regs.rounded) == 1):
-                # dK is done, dP is not.
-                warpgroup.wait_group(1)
-                rings.q.consumer_release(state)
-            self.score_gradients(
-                products, shared, rings, regs, place, call, following, is_first=False
-            )
-            # Nothing is in flight here: ptxas would not follow it around the loop.
+            warpgroup.wait_group(0)
+            rings.q.consumer_release(state)
 
-        last = total - 1
-        state = self.stage_at(last, False)
-        self.share_ds(regs, shared, place, last % DS_STAGES)
-        dq = Int64(dq_head + m_block) * elements
-        acc_dq = self.sum_up(products, regs, state, last % DS_STAGES)
-        warpgroup.wait_group(1)
-        self.take_dq(mdQ, shared, acc_dq, place, dq)
-        self.send_dq(mdQ, shared, place, dq)
-        warpgroup.wait_group(0)
-
-    @cute.jit
-    def score_gradients(
-        self,
-        products: Products,
-        shared: Shared,
-        rings: Rings,
-        regs: Fragments,
-        place: Place,
-        call: Call,
-        state: pipeline.PipelineState,
-        is_first: cutlass.Constexpr[bool],
-    ):
-        """dV += P^T dO, and under it dS. Expects dP to be the last product in flight."""
-        chunks = self.schedule.tile_m // CHUNK
-        steps = CHUNK // 16
-        do = regs.dot[None, None, None, state.index]
-        for c in cutlass.range_constexpr(chunks):
-            # By and by: scores whose dS is worked out leave their registers to what is rounded.
-            accumulator.round_into(regs.rounded[c], self.chunk(regs.scores, c))
-            p = self.operands_a((regs.rounded[c],))
-            accumulates = not is_first or c > 0
-            self.matmul(products.dv, regs.dv, p, do, accumulates, first_k=c * steps)
-            if const_expr(c == 0):
-                # dP is done, dV is not.
-                warpgroup.wait_group(1)
-            self.score_gradient(regs, shared, state.index, place, call, c)
-        warpgroup.wait_group(0)
-        rings.do.consumer_release(state)
-
-    @cute.jit
-    def sum_up(
-        self,
-        products: Products,
-        regs: Fragments,
-        state: pipeline.PipelineState,
-        ds_stage: Int32,
-    ):
-        """Request dQ = dS K, which is returned, and dK += dS^T Q; both warpgroups meet first."""
-        self.barrier(Barrier.DS, CONSUMERS).arrive_and_wait()
+    def request_dq(self, products: Products, regs: Fragments, stage: Int32):
+        """Request this warpgroup's part of dQ = dS K, which is returned."""
         # A new one for each block: its registers are dP's, between two blocks.
         shape = products.dq.partition_shape_C((KEYS, self.schedule.dq_columns))
         acc = cute.make_rmem_tensor(shape, Float32)
-        ds = regs.ds[None, None, None, ds_stage]
-        self.matmul(products.dq, acc, (ds,), regs.kt, False)
-        q = regs.qt[None, None, None, state.index]
-        self.matmul(products.dk, regs.dk, self.operands_a(regs.rounded), q, True)
+        ds = regs.ds[None, None, None, stage]
+        self.matmul(products.dq, acc, ds, regs.kt, False)
         return acc
-
-    def operands_a(self, rounded: tuple[cute.Tensor, ...]):
-        return tuple(accumulator.as_operand_a(chunk) for chunk in rounded)
-
-    def chunk(self, acc: cute.Tensor, c: int):
-        """Columns [64 c, 64 (c + 1)) of scores or dP."""
-        elements = CHUNK * KEYS // WARPGROUP
-        return cute.make_tensor(acc.iterator + c * elements, cute.make_layout(CHUNK_SHAPE))
 
     @cute.jit
     def matmul(
         self,
         tiled_mma: cute.TiledMma,
         acc: cute.Tensor,
-        operands_a: tuple[cute.Tensor, ...],
+        a: cute.Tensor,
         b: cute.Tensor,
         accumulates: cutlass.Constexpr[bool],
-        first_k: cutlass.Constexpr[int] = 0,
     ):
-        """Issue acc (+)= a b as one wgmma group; the caller waits for it.
-
-        operands_a  (MMA, M, K) parts of a, one behind the other in K
-        first_k     where in K of b they begin
-        """
+        """Issue acc (+)= a b as one wgmma group; the caller waits for it."""
         # An atom of our own: the accumulate flag is state, which must not leave this region.
         atom = cute.make_mma_atom(tiled_mma.op)
         atom.set(warpgroup.Field.ACCUMULATE, accumulates)
         warpgroup.fence()
-        for part in cutlass.range_constexpr(len(operands_a)):
-            a = operands_a[part]
-            steps = cute.size(a, mode=[2])
-            for k in cutlass.range_constexpr(steps):
-                b_k = b[None, None, first_k + part * steps + k]
-                cute.gemm(atom, acc, a[None, None, k], b_k, acc)
-                atom.set(warpgroup.Field.ACCUMULATE, True)
+        for k in cutlass.range_constexpr(cute.size(a, mode=[2])):
+            cute.gemm(atom, acc, a[None, None, k], b[None, None, k], acc)
+            atom.set(warpgroup.Field.ACCUMULATE, True)
         warpgroup.commit_group()
 
     @cute.jit
@@ -941,31 +883,28 @@ class HopperBackward:
         work: Work,
         call: Call,
         clear: tuple[Int32, Int32],
-        c: cutlass.Constexpr[int],
     ):
-        """S := P = exp(x - lse) of chunk ``c``, 0 where a row does not see a key.
+        """S := P = exp(x - lse), 0 where a row does not see a key.
 
         clear  row blocks in which this warpgroup needs no mask: [first, end)
         """
-        chunk = self.chunk(regs.scores, c)
         if const_expr(self.features.score == "softcap"):
-            soft_cap(chunk, call.softmax_scale, call.softcap)
+            soft_cap(regs.scores, call.softmax_scale, call.softcap)
             scale_log2 = Float32(LOG2_E)
         else:
             scale_log2 = call.softmax_scale * LOG2_E
-        scores = accumulator.by_row(chunk)
+        scores = accumulator.by_row(regs.scores)
         lse = row_statistics.of_columns(shared.lse[None, stage], place.column)
         four = cute.make_rmem_tensor(4, Float32)
-        groups = CHUNK // 16
+        groups = self.schedule.tile_m // 16
         for g in cutlass.range_constexpr(groups):
-            cute.autovec_copy(lse[None, c * groups + g], four)
+            cute.autovec_copy(lse[None, g], four)
             for i in cutlass.range_constexpr(4):
                 for r in cutlass.range_constexpr(2):
                     exponent = scores[r, 4 * g + i] * scale_log2 - four[i]
                     scores[r, 4 * g + i] = cute.math.exp2(exponent, fastmath=True)
         if (m_block < clear[0]) | (m_block >= clear[1]):
-            first_row = m_block * self.schedule.tile_m + c * CHUNK
-            self.mask(scores, first_row, place, work, call)
+            self.mask(scores, m_block * self.schedule.tile_m, place, work, call)
 
     @cute.jit
     def mask(self, weights: cute.Tensor, first_row: Int32, place: Place, work: Work, call: Call):
@@ -988,7 +927,7 @@ class HopperBackward:
             if const_expr(features.has_right_bound):
                 begin = row - call.right
             if key >= work.k.length:
-                begin = Int32(CHUNK)
+                begin = Int32(self.schedule.tile_m)
             for c in cutlass.range_constexpr(cute.size(weights, mode=[1])):
                 column = 8 * (c // 2) + c % 2
                 hidden = column < begin
@@ -1002,27 +941,27 @@ class HopperBackward:
         regs: Fragments,
         shared: Shared,
         stage: Int32,
+        grad_stage: Int32,
         place: Place,
         call: Call,
-        c: cutlass.Constexpr[int],
     ):
-        """dP := dS = P (dP - delta) of one chunk, times the derivative of softcap if there is one.
+        """dP := dS = P (dP - delta), times the derivative of softcap if there is one.
 
         That derivative is 1 - t^2 with t = x / cap. There are no registers left to keep t, so x
         comes back out of P: x = ln P + lse. Where P is 0 any t does, since dS is 0.
         """
-        weights = accumulator.by_row(self.chunk(regs.scores, c))
-        gradient = accumulator.by_row(self.chunk(regs.dp, c))
-        delta = row_statistics.of_columns(shared.delta[None, stage], place.column)
+        weights = accumulator.by_row(regs.scores)
+        gradient = accumulator.by_row(regs.dp)
+        delta = row_statistics.of_columns(shared.delta[None, grad_stage], place.column)
         lse = row_statistics.of_columns(shared.lse[None, stage], place.column)
         four_delta, four_lse = [cute.make_rmem_tensor(4, Float32) for _ in range(2)]
         has_softcap = const_expr(self.features.score == "softcap")
         to_t = 1.0 / (call.softcap * LOG2_E)
-        groups = CHUNK // 16
+        groups = self.schedule.tile_m // 16
         for g in cutlass.range_constexpr(groups):
-            cute.autovec_copy(delta[None, c * groups + g], four_delta)
+            cute.autovec_copy(delta[None, g], four_delta)
             if const_expr(has_softcap):
-                cute.autovec_copy(lse[None, c * groups + g], four_lse)
+                cute.autovec_copy(lse[None, g], four_lse)
             for i in cutlass.range_constexpr(4):
                 for r in cutlass.range_constexpr(2):
                     weight = weights[r, 4 * g + i]
@@ -1040,77 +979,92 @@ class HopperBackward:
         """Registers -> stmatrix -> this warpgroup's keys of sdS, for the matmuls of both."""
         # A row of the store is a key's 8 query rows. A key's 64 rows of a chunk are 128 bytes, in
         # which the swizzle exchanges pieces of 16 by the key's last three bits.
+        tile_m, tile_n = self.schedule.tile_m, self.schedule.tile_n
         thread = thread_of_warpgroup()
         lane = thread % 32
         key = place.warpgroup * KEYS + thread // 32 * 16 + lane % 16
-        mine = shared.ds.iterator.toint() + key * (2 * CHUNK) + (lane // 16 ^ lane % 8) * 16
-        mine = mine + stage * (2 * self.schedule.tile_n * self.schedule.tile_m)
-        for c in cutlass.range_constexpr(len(regs.rounded)):
-            accumulator.round_into(regs.rounded[c], self.chunk(regs.dp, c))
-            packed = cute.recast_tensor(regs.rounded[c], Int32)
-            for pair in cutlass.range_constexpr(CHUNK // 16):
-                # Worked out from one address here: four that last would cost three registers.
-                target = (mine ^ (32 * pair)) + c * (2 * self.schedule.tile_n * CHUNK)
-                cute.arch.inline_ptx(
-                    "stmatrix.sync.aligned.m8n8.x4.shared.b16 [{$r0}], "
-                    "{{$r1}, {$r2}, {$r3}, {$r4}};",
-                    read_only_args=[target, *[packed[4 * pair + i] for i in range(4)]],
-                )
+        mine = shared.ds.iterator.toint() + stage * (2 * tile_n * tile_m)
+        mine = mine + key * (2 * CHUNK) + (lane // 16 ^ lane % 8) * 16
+        packed = cute.recast_tensor(regs.rounded_ds, Int32)
+        for sixteen in cutlass.range_constexpr(tile_m // 16):
+            chunk, pair = sixteen // 4, sixteen % 4
+            # Worked out from one address here: four that last would cost three registers.
+            target = (mine ^ (32 * pair)) + chunk * (2 * tile_n * CHUNK)
+            cute.arch.inline_ptx(
+                "stmatrix.sync.aligned.m8n8.x4.shared.b16 [{$r0}], {{$r1}, {$r2}, {$r3}, {$r4}};",
+                read_only_args=[target, *[packed[4 * sixteen + i] for i in range(4)]],
+            )
         cute.arch.fence_proxy("async.shared", space="cta")
-        if const_expr(self.schedule.dq_path == "bulk"):
-            # Before the others are told that they may go on: the last dQ has left its buffer.
-            cute.arch.cp_async_bulk_wait_group(0, read=True)
 
     @cute.jit
     def take_dq(self, mdQ: cute.Tensor, shared: Shared, acc: cute.Tensor, place: Place, dq: Int64):
-        """Empty the registers of a block's dQ: into the workspace, or a buffer for `send_dq`.
+        """Empty the registers of a block's dQ: into the workspace, or the buffer of `send`.
 
         The workspace has, for each 64 rows and then each 8 columns, the four registers of each
         thread of the warpgroup that holds them: additions of 16 bytes a thread, in one piece.
         """
         schedule = self.schedule
         thread = thread_of_warpgroup()
-        octets = schedule.dq_columns // 8
+        octets, by_threads = schedule.dq_columns // 8, schedule.dq_red_octets
         values = cute.make_tensor(acc.iterator, cute.make_layout((4, octets)))
-        if const_expr(schedule.dq_path == "red"):
-            target = mdQ.iterator + (dq + place.warpgroup * (schedule.dq_octet_step * OCTET))
-            mine = target + thread * 4
-            twice = octets - schedule.dq_octet_step  # octets that warpgroup 0 adds
-            if const_expr(twice > 0):
-                if place.warpgroup == 0:
-                    for o in cutlass.range_constexpr(twice):
-                        add_four(mine + o * OCTET, values, o)
-            for o in cutlass.range_constexpr(twice, octets):
-                add_four(mine + o * OCTET, values, o)
-        else:
-            layout = cute.make_layout((4, WARPGROUP, octets))
-            buffer = self.dq_buffer(shared, place)
+        if const_expr(schedule.dq_path == "bulk"):
+            self.hand_over(Barrier.DQ_EMPTY + place.warpgroup).arrive_and_wait()
+            layout = cute.make_layout((4, WARPGROUP, octets - by_threads))
+            buffer = self.dq_buffer(shared, place.warpgroup)
             mine = cute.make_tensor(buffer, layout)[None, thread, None]
-            for o in cutlass.range_constexpr(octets):
-                cute.autovec_copy(values[None, o], mine[None, o])
+            for o in cutlass.range_constexpr(by_threads, octets):
+                cute.autovec_copy(values[None, o], mine[None, o - by_threads])
             cute.arch.fence_proxy("async.shared", space="cta")
+            self.hand_over(Barrier.DQ_FULL + place.warpgroup).arrive()
+        target = mdQ.iterator + (dq + place.warpgroup * (schedule.dq_octet_step * OCTET))
+        mine_there = target + thread * 4
+        # What both warpgroups have (d96), warpgroup 0 adds.
+        twice = 0 if schedule.dq_path == "bulk" else octets - schedule.dq_octet_step
+        if const_expr(twice > 0):
+            if place.warpgroup == 0:
+                for o in cutlass.range_constexpr(twice):
+                    add_four(mine_there + o * OCTET, values, o)
+        for o in cutlass.range_constexpr(twice, by_threads):
+            add_four(mine_there + o * OCTET, values, o)
 
     @cute.jit
-    def send_dq(self, mdQ: cute.Tensor, shared: Shared, place: Place, dq: Int64):
-        """Have this warpgroup's buffer, if there is one, added to the workspace."""
+    def send(self, mdQ: cute.Tensor, shared: Shared, wg: Int32, call: Call):
+        """A warp: have what warpgroup ``wg`` puts into its buffer added to the workspace."""
         schedule = self.schedule
-        octets = schedule.dq_columns // 8
-        twice = octets - schedule.dq_octet_step  # octets that warpgroup 0 adds
-        if const_expr(schedule.dq_path == "bulk"):
-            self.barrier(Barrier.DQ + place.warpgroup, 1).arrive_and_wait()
-            if cute.arch.make_warp_uniform(thread_of_warpgroup() // 32) == 0:
-                target = mdQ.iterator + (dq + place.warpgroup * (schedule.dq_octet_step * OCTET))
-                buffer = self.dq_buffer(shared, place)
-                first = Int32(0)
-                if const_expr(twice > 0):
-                    first = place.warpgroup * (twice * OCTET)
-                with cute.arch.elect_one():
-                    add_bulk(target + first, buffer + first, 4 * (octets * OCTET - first))
-                    cute.arch.cp_async_bulk_commit_group()
+        work = self.locate(call)
+        if work.tile.m_block * schedule.tile_n < work.k.rows:
+            group = call.heads_q // call.heads_kv
+            octets = schedule.dq_columns // 8
+            # What both warpgroups have (d96), warpgroup 0 adds.
+            first = Int32(0)
+            if const_expr(octets > schedule.dq_octet_step):
+                first = wg * (octets - schedule.dq_octet_step)
+            source = self.dq_buffer(shared, wg) + first * OCTET
+            first = first + schedule.dq_red_octets
+            part = (wg * schedule.dq_octet_step + first) * OCTET
+            size = 4 * (octets - first) * OCTET
+            entry, first_block = self.workspace_entry(work)
+            head_idx = work.tile.head_idx * group
+            dq_head = (entry * call.heads_q + head_idx) * mdQ.shape[2] + first_block
+            for _ in cutlass.range(group, unroll=1):
+                for m_block in cutlass.range(work.rows.first, work.rows.end, unroll=1):
+                    self.hand_over(Barrier.DQ_EMPTY + wg).arrive()
+                    self.hand_over(Barrier.DQ_FULL + wg).arrive_and_wait()
+                    block = Int64(dq_head + m_block) * (schedule.tile_m * schedule.head_dim)
+                    with cute.arch.elect_one():
+                        add_bulk(mdQ.iterator + (block + part), source, size)
+                        cute.arch.cp_async_bulk_commit_group()
+                        cute.arch.cp_async_bulk_wait_group(0, read=True)
+                    cute.arch.sync_warp()
+                dq_head = dq_head + mdQ.shape[2]
 
-    def dq_buffer(self, shared: Shared, place: Place):
-        """Where a warpgroup puts its part of a block's dQ."""
-        return (shared.dq + place.warpgroup * (self.schedule.dq_columns // 8 * OCTET)).align(16)
+    def hand_over(self, barrier_id):
+        """A named barrier of a consumer warpgroup and the warp that sends its dQ."""
+        return pipeline.NamedBarrier(barrier_id=barrier_id, num_threads=WARPGROUP + 32)
+
+    def dq_buffer(self, shared: Shared, wg: Int32):
+        """Where warpgroup ``wg`` puts its part of a block's dQ."""
+        return (shared.dq + wg * (self.schedule.dq_buffer // CONSUMERS)).align(16)
 
     @cute.jit
     def store_gradient(

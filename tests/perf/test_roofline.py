@@ -54,11 +54,13 @@ def test_clocks_of_the_backward_kernels_without_atomics() -> None:
 
 
 def test_clocks_of_the_backward_kernel_that_makes_all_gradients() -> None:
-    bulk = roofline.one_kernel_cost(tile(128, tile_m=64, tile_n=128, dq_path="bulk"))
+    bulk = roofline.one_kernel_cost(tile(128, tile_m=64, tile_n=128, dq_buffer=64 * 128))
     assert (bulk.tensor, bulk.exp, bulk.shared) == (2560, 512, 2944)
-    direct = roofline.one_kernel_cost(tile(128, tile_m=64, tile_n=128, dq_path="red"))
+    half = roofline.one_kernel_cost(tile(128, tile_m=64, tile_n=128, dq_buffer=32 * 128))
+    assert half.shared == 2944 - 256
+    direct = roofline.one_kernel_cost(tile(128, tile_m=64, tile_n=128, dq_buffer=0))
     assert direct.shared == 2944 - 512  # dQ does not pass through shared memory
-    wide = roofline.one_kernel_cost(tile(64, tile_m=128, tile_n=128, dq_path="bulk"))
+    wide = roofline.one_kernel_cost(tile(64, tile_m=128, tile_n=128, dq_buffer=128 * 64))
     assert (wide.tensor, wide.shared) == (2560, 2816)
 
 
