@@ -38,13 +38,9 @@ class DecodeSchedule:
     is_balanced            keys are divided into equal shares of all CTAs; else into a number of
                            splits that the call states (`kernels.blocks.key_splits`)
     merges                 partial results may arise, and the last CTA of a tile merges them
-    tile_units             what beginning and ending a tile costs, in blocks, where keys are divided
-                           into equal shares
     ctas_per_sm            CTAs that share a multiprocessor
     consumer_registers     per thread, after setmaxnreg
     producer_registers     per thread, after setmaxnreg
-    evicts_first           TMA asks L2 to drop first what it read
-    l2_prefetch            gathering asks L2 for 256 bytes at once
     """
 
     head_dim: int
@@ -58,9 +54,6 @@ class DecodeSchedule:
     ctas_per_sm: int
     consumer_registers: int
     producer_registers: int
-    tile_units: int = 1
-    evicts_first: bool = False
-    l2_prefetch: bool = False
 
     @property
     def tile_m(self) -> int:
@@ -108,9 +101,8 @@ class DecodeSchedule:
         copies = f"tma{self.copy_rows}" if self.copy_rows else "gather"
         division = "fixed" if self.merges else "whole"
         if self.is_balanced:
-            division = f"balanced{self.tile_units}"
-        several = "e" if self.evicts_first else "p" if self.l2_prefetch else ""
-        several += f"x{self.ctas_per_sm}" if self.ctas_per_sm > 1 else ""
+            division = "balanced"
+        several = f"x{self.ctas_per_sm}" if self.ctas_per_sm > 1 else ""
         return f"m{self.tile_m}n{self.tile_n}s{self.stages}{several}_{copies}_{division}"
 
     def __post_init__(self) -> None:
@@ -227,7 +219,7 @@ def decode_plan(
         num_splits == 0
         and warpgroups == 1
         and (features.head_dim, features.head_dim_v) == (128, 128)
-        and wants_two_ctas(tiles, page_size, multiprocessors, capacity, has_equal_lengths)
+        and wants_two_ctas(tiles, page_size, multiprocessors, has_equal_lengths)
     ):
         shapes.insert(0, TWO_CTAS)
     for shape in shapes:
@@ -269,26 +261,22 @@ class Shape(NamedTuple):
 
 # One CTA's copies go on while the other starts or ends a tile, and two producers look up pages.
 TWO_CTAS = Shape(64, 3, 2, 176, 80)
-LONG_CAPACITY = 8192
 
 
 def wants_two_ctas(
-    tiles: int,
-    page_size: int | None,
-    multiprocessors: int,
-    capacity: int,
-    has_equal_lengths: bool,
+    tiles: int, page_size: int | None, multiprocessors: int, has_equal_lengths: bool
 ) -> bool:
     """Whether two CTAs an SM read faster than one, for head dim 128.
 
-    Measured on the H200, equal shares, TB/s by one and by two: pages of 16 4.13 and 4.21, pages of
-    1 3.03 and 3.19 (batch 32, 8 key heads, 8192 keys); 64 sequences of 1 to 32768 keys 4.34 and
-    4.42; batch 32 of 8192 without pages 4.30 and 4.34. No better: batch 128 of 4096 4.34 and 4.33,
-    in pages of 64 4.30 and 4.27; batch 1 of 65536, which has few tiles, 3.68 and 3.68.
+    Measured on the H200, lengths on the device, TB/s by one and by two: 64 sequences of 1 to 32768
+    keys 4.20 and 4.33, in pages of 64 4.15 and 4.27; batch 32 of 8192
+    keys in pages of 16 4.24 and 4.34, in pages of 1 4.20 and 4.26; batch 128 of 4096 keys in pages
+    of 64 4.39 and 4.42. Without pages batches of equal lengths do not tell them apart: 4.47 and
+    4.46, 4.45 and 4.47. Few tiles want one: batch 1 of 65536 keys 3.74 and 3.51. So do whole tiles
+    of lengths that the host knows to be equal: batch 32 4.49, batch 128 4.50.
     """
     has_short_copies = copy_rows(page_size, TWO_CTAS.tile_n) < TWO_CTAS.tile_n
-    may_be_ragged_and_long = capacity >= LONG_CAPACITY and not has_equal_lengths
-    return tiles >= multiprocessors and (has_short_copies or may_be_ragged_and_long)
+    return tiles >= multiprocessors and (has_short_copies or not has_equal_lengths)
 
 
 # Share of the CTAs' time that parts of equal length must fill to be preferred to equal shares.
@@ -303,10 +291,10 @@ def even_splits(tiles: int, blocks: int, ctas: int) -> int:
     ctas    of the launch
 
     Equal shares cost every CTA a search for its own, and cut tiles that need merging. Measured on
-    the H200 in TB/s, equal shares and parts of equal length: batch 32 with 8 key heads, 256 whole
-    tiles on 132 CTAs, 1.94 of 2 waves: 4.30 and 4.44; batch 128, 1024 tiles, 7.76 of 8 waves: 4.34
-    and 4.46; batch 1 of 65536 keys, 8 tiles in 16 parts, 0.97 of a wave: 3.68 and 3.93. Four parts
-    where one would do are slower than either: 4.22.
+    the H200 in TB/s, lengths on the device and parts of equal length: batch 32 with 8 key heads,
+    256 whole tiles on 132 CTAs, 1.94 of 2 waves: 4.47 and 4.49; batch 128, 1024 tiles, 7.76 of 8
+    waves: 4.45 and 4.50 (whole tiles either way); batch 1 of 65536 keys, 8 tiles in 16 parts, 0.97
+    of a wave: 3.74 and 3.97. There 33 parts by two CTAs an SM are slower: 3.87.
     """
     splits = max(1, ctas // tiles)
     parts = tiles * splits
@@ -328,7 +316,9 @@ def head_groups(heads_kv: int, ctas: int) -> int:
     """Groups of key heads whose keys are shared apart, by as many CTAs each: the most that leave
     few CTAs over.
 
-    CTAs of different groups then read the heads of the same rows side by side.
+    CTAs of different groups then read the heads of the same rows side by side. Measured on the H200
+    in TB/s, one group and eight: 64 sequences of 1 to 32768 keys 4.29 and 4.33, in pages of 64 4.25
+    and 4.29; batch 1 of 65536 keys 3.45 and 3.74; equal lengths of 4096 and 8192 keys the same.
     """
     groups = [g for g in range(1, min(heads_kv, ctas) + 1) if heads_kv % g == 0]
     return max(g for g in groups if ctas % g <= IDLE_CTAS * ctas)

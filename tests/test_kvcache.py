@@ -384,10 +384,10 @@ def test_a_batch_known_to_be_of_one_length_is_not_cut_where_whole_tiles_fill_the
 @pytest.mark.parametrize(
     ("changes", "ctas_per_sm"),
     [
-        ({}, 2),  # lengths may differ, up to 8192
-        ({"slot_rows": 4096}, 1),
-        ({"addressing": "page_table", "slot_rows": 64, "table_pages": 64}, 1),
-        ({"addressing": "page_table", "slot_rows": 64, "table_pages": 128}, 2),
+        ({}, 2),  # lengths may differ
+        ({"slot_rows": 4096}, 2),
+        ({"has_equal_lengths": True}, 1),
+        ({"addressing": "page_table", "slot_rows": 64, "table_pages": 64}, 2),
         ({"addressing": "page_table", "slot_rows": 16, "table_pages": 64}, 2),
         ({"addressing": "page_table", "slot_rows": 1, "table_pages": 64}, 2),
         ({"batch": 16}, 1),  # fewer tiles than multiprocessors
@@ -398,6 +398,12 @@ def test_a_batch_known_to_be_of_one_length_is_not_cut_where_whole_tiles_fill_the
 )
 def test_two_ctas_share_an_sm_where_that_was_measured_to_be_faster(changes, ctas_per_sm) -> None:
     assert chosen(**changes).ctas_per_sm == ctas_per_sm
+
+
+def test_equal_lengths_in_short_pages_are_left_whole_by_two_ctas_an_sm() -> None:
+    pages = {"addressing": "page_table", "table_pages": 64, "has_equal_lengths": True}
+    schedules = [chosen(slot_rows=rows, **pages) for rows in (64, 16)]
+    assert [(s.ctas_per_sm, s.merges) for s in schedules] == [(1, False), (2, False)]
 
 
 @pytest.mark.parametrize("page_size", [None, 1, 16, 64])

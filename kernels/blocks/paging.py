@@ -70,16 +70,11 @@ def swizzled(row: Int32, chunk: Int32, rows: cutlass.Constexpr[int], dim: cutlas
 
 
 @cute.jit
-def copy_chunk(
-    target: Int32, source: Int64, is_live: cutlass.Boolean, prefetch: cutlass.Constexpr[str]
-):
-    """cp.async of 16 bytes from global to shared memory; zeros, and no read, unless live.
-
-    prefetch  how much to bring to L2, such as "L2::256B", or nothing
-    """
+def copy_chunk(target: Int32, source: Int64, is_live: cutlass.Boolean):
+    """cp.async of 16 bytes from global to shared memory; zeros, and no read, unless live."""
     size = Int32(cutlass.select_(is_live, Int32(CHUNK_BYTES), Int32(0)))
     cute.arch.inline_ptx(
-        f"cp.async.cg.shared.global{prefetch} [{{$r0}}], [{{$r1}}], 16, {{$r2}};",
+        "cp.async.cg.shared.global [{$r0}], [{$r1}], 16, {$r2};",
         read_only_args=[target, source, size],
     )
 
@@ -103,7 +98,6 @@ def gather_rows(
     rows: cutlass.Constexpr[int],
     dim: cutlass.Constexpr[int],
     warps: cutlass.Constexpr[int],
-    prefetch: cutlass.Constexpr[str],
 ):
     """Start the copies of ``rows`` rows of one head into a swizzled (rows, dim) tile.
 
@@ -134,7 +128,7 @@ def gather_rows(
         if const_expr(not same_chunk):
             is_live = is_live & (chunk < dim_chunks)
         where = swizzled(first + owner, chunk, rows, dim) * 2
-        copy_chunk(target + where, source + Int64(chunk * CHUNK_BYTES), is_live, prefetch)
+        copy_chunk(target + where, source + Int64(chunk * CHUNK_BYTES), is_live)
 
 
 @cute.jit

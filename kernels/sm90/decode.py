@@ -82,7 +82,6 @@ from fa4.pipelines.sm90_decode import DecodeNumbers, DecodeSchedule
 
 ROWS = 64  # packed query rows of a warpgroup: M of one wgmma
 WARPS = 4  # of a warpgroup
-EVICT_FIRST = 0x12F0000000000000  # L2 policy of data that is read once (`createpolicy`'s encoding)
 DTYPES = {"bf16": BFloat16, "fp16": Float16, "fp32": Float32}
 
 
@@ -552,8 +551,7 @@ class HopperDecode:
                     cute.group_modes(target, 0, 2),
                     cute.group_modes(gX[None, None, j], 0, 2),
                 )
-                hint = {"cache_policy": Int64(EVICT_FIRST)} if self.schedule.evicts_first else {}
-                cute.copy(tma.atom, tXgX, tXsX, tma_bar_ptr=full, **hint)
+                cute.copy(tma.atom, tXgX, tXsX, tma_bar_ptr=full)
 
     @cute.jit
     def gather(self, sK: cute.Pointer, sV: cute.Pointer, caches: Caches, rings: Rings, call: Call):
@@ -565,7 +563,6 @@ class HopperDecode:
         schedule = self.schedule
         k_stage = schedule.tile_n * schedule.head_dim
         v_stage = schedule.tile_n * schedule.head_dim_v
-        prefetch = ".L2::256B" if schedule.l2_prefetch else ""
         k_chunks, v_chunks = caches.k.shape[3] // CHUNK, caches.v.shape[3] // CHUNK
         blocks_loaded = Int32(0)
         cursor, shares = self.first_place(call)
@@ -584,12 +581,12 @@ class HopperDecode:
                 rings.k.producer_acquire(state)
                 tile = sK + state.index * k_stage
                 source = (now.k_high, now.k_low, now.live, k_chunks)
-                gather_rows(tile, *source, schedule.tile_n, schedule.head_dim, WARPS, prefetch)
+                gather_rows(tile, *source, schedule.tile_n, schedule.head_dim, WARPS)
                 rings.k.producer_commit(state)
                 rings.v.producer_acquire(state)
                 tile = sV + state.index * v_stage
                 source = (now.v_high, now.v_low, now.live, v_chunks)
-                gather_rows(tile, *source, schedule.tile_n, schedule.head_dim_v, WARPS, prefetch)
+                gather_rows(tile, *source, schedule.tile_n, schedule.head_dim_v, WARPS)
                 rings.v.producer_commit(state)
             blocks_loaded = blocks_loaded + num_blocks
         # Shared memory must outlive the copies into it: attend waits for all of them.

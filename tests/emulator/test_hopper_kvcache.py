@@ -28,7 +28,8 @@ CASES = [
     CacheCase((700,), heads_kv=1),  # one sequence: a part for each CTA
     CacheCase((300, 140), page_size=16),
     CacheCase((300, 140), page_size=1),
-    CacheCase((300, 140), page_size=16, head_dim=128),  # two CTAs an SM
+    CacheCase((300, 2, 140), head_dim=128),  # two CTAs an SM, here and in the next two
+    CacheCase((300, 140), page_size=16, head_dim=128),
     CacheCase((300, 140), page_size=1, head_dim=128),
     CacheCase((300, 140), page_size=48, heads_first=True),
     CacheCase((150, 20), page_size=256, heads_q=2),
