@@ -67,6 +67,7 @@ SPECS = {
     "decode": spec_of(128, {}, 4, None),
     "whole_tiles": spec_of(128, {}, 4, None, tiles=256, has_equal_lengths=True),
     "two_ctas": spec_of(128, {}, 4, None, tiles=256),
+    "two_ctas_pages_of_64": spec_of(128, PAGES, 4, 64, tiles=256),
     "two_ctas_pages_of_1": spec_of(128, PAGES, 4, 1, tiles=256),
     "pages_of_16": spec_of(128, PAGES, 4, 16),
     "pages_of_1": spec_of(128, PAGES, 4, 1),
