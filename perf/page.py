@@ -58,10 +58,11 @@ def provenance(table: pd.DataFrame) -> str:
         f"{every('cudnn')}, CuTe-DSL {every('cute_dsl')}; commit {every('commit')}, "
         f"{every('date')}; `{every('command')}`."
     )
-    versions = table.dropna(subset=["version"]).groupby("contender", sort=False)["version"].first()
-    others = [f"{name} {version}" for name, version in versions.items() if name != "fa4"]
-    if others:
-        text += f" Others: {', '.join(others)}."
+    if "version" in table:
+        given = table.dropna(subset=["version"]).groupby("contender", sort=False)["version"].first()
+        others = [f"{name} {version}" for name, version in given.items() if "fa4" not in str(name)]
+        if others:
+            text += f" Others: {', '.join(others)}."
     if "sm_mhz" in table and table["sm_mhz"].notna().any():
         clock, power = table["sm_mhz"], table["power_w"]
         text += (
