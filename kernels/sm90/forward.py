@@ -564,16 +564,20 @@ class HopperForward:
         """Index of a tile that no other CTA has taken; past the end if there is none.
 
         Each tile is followed by one question, whoever asks, and the first tiles are not asked for:
-        as many questions as tiles, after which the counter is 0 again.
+        as many questions as tiles, after which the counter is 0 again. Where every CTA has one
+        tile nobody asks, because a small launch would notice the time that an answer takes.
         """
-        taken = Int32(0)
-        if cute.arch.lane_idx() == 0:
-            taken = cute.arch.inline_ptx(
-                "atom.global.relaxed.gpu.inc.u32 {$w0}, [{$r0}], {$r1};",
-                write_only_types=[Int32],
-                read_only_args=[mCounter.iterator.toint(), call.num_tiles - 1],
-            )
-        return cute.arch.make_warp_uniform(taken) + cute.arch.grid_dim()[0]
+        following = call.num_tiles
+        if call.num_tiles > cute.arch.grid_dim()[0]:
+            taken = Int32(0)
+            if cute.arch.lane_idx() == 0:
+                taken = cute.arch.inline_ptx(
+                    "atom.global.relaxed.gpu.inc.u32 {$w0}, [{$r0}], {$r1};",
+                    write_only_types=[Int32],
+                    read_only_args=[mCounter.iterator.toint(), call.num_tiles - 1],
+                )
+            following = cute.arch.make_warp_uniform(taken) + cute.arch.grid_dim()[0]
+        return following
 
     @cute.jit
     def mark_overflow(self, row_sum: cute.Tensor, rounded: cute.Tensor, bit: Int32, box: Mailbox):

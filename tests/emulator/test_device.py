@@ -190,7 +190,7 @@ def test_tiles_are_counted_in_a_counter_that_is_zero_again(tiles: int) -> None:
 def test_a_counter_that_is_not_given_back_is_an_error() -> None:
     inputs = make_inputs(Case((70,), (80,), 2, 2))
     decision = fa4.explain(inputs.q, inputs.k, inputs.v, arch="sm_90a")
-    prepared, _, _ = prepare_forward(decision, inputs.q, inputs.k, inputs.v)
+    prepared, _, _ = prepare_forward(decision, inputs.q, inputs.k, inputs.v, multiprocessors=1)
     wraps_later = prepared.launches[0].ptx.replace("gpu.inc.u32", "gpu.add.u32")
     launch = dataclasses.replace(prepared.launches[0], ptx=wraps_later)
     with pytest.raises(EmulationError, match=r"Counters are left at \[\d+\], not at 0"):
