@@ -66,7 +66,7 @@ import cutlass.cute as cute
 import cutlass.pipeline as pipeline
 import cutlass.tensor_utils as tensor_utils
 import cutlass.utils.hopper_helpers as sm90
-from cutlass import BFloat16, Float16, Float32, Int32, Int64, Uint32, const_expr
+from cutlass import BFloat16, Float16, Float32, Int32, Int64, const_expr
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warp, warpgroup
 from cutlass.memory import SmemAllocator
 
@@ -75,6 +75,7 @@ from fa4.kernels.blocks.online_softmax import LOG2_E, soft_cap
 from fa4.kernels.blocks.row_range import RowRange, row_range
 from fa4.kernels.blocks.sequence_bounds import SequenceBounds, sequence_bounds
 from fa4.kernels.blocks.tile_order import Tile, locate_tile, num_slots
+from fa4.kernels.blocks.tma_rings import Tma, stage_at, tma_copy, tma_ring
 from fa4.kernels.features import BackwardFeatures
 from fa4.pipelines.sm90 import WARPGROUP
 from fa4.pipelines.sm90_backward import OneKernelSchedule
@@ -94,14 +95,6 @@ class Barrier(IntEnum):
     DQ_FULL = 2
     DQ_EMPTY = 4
     EPILOGUE = 6
-
-
-class Tma(NamedTuple):
-    """A TMA copy, the tensor of coordinates that it takes, and `global_view.ragged`'s units."""
-
-    atom: cute.CopyAtom
-    tensor: cute.Tensor
-    units: Optional[tuple[Int32, Int32]]
 
 
 class Call(NamedTuple):
@@ -291,12 +284,12 @@ class HopperBackward:
 
         load = cpasync.CopyBulkTensorTileG2SOp()
         store = cpasync.CopyBulkTensorTileS2GOp()
-        q_tma = self.tma(load, q, self.q_is_ragged, sQ_layout, (tile_m, head_dim))
-        do_tma = self.tma(load, do, self.q_is_ragged, sdO_layout, (tile_m, head_dim_v))
-        k_tma = self.tma(load, k, self.k_is_ragged, sK_layout, (tile_n, head_dim))
-        v_tma = self.tma(load, v, self.k_is_ragged, sV_layout, (tile_n, head_dim_v))
-        dk_tma = self.tma(store, dk, self.k_is_ragged, sdK_layout, (KEYS, head_dim))
-        dv_tma = self.tma(store, dv, self.k_is_ragged, sdV_layout, (KEYS, head_dim_v))
+        q_tma = tma_copy(load, q, self.q_is_ragged, sQ_layout, (tile_m, head_dim))
+        do_tma = tma_copy(load, do, self.q_is_ragged, sdO_layout, (tile_m, head_dim_v))
+        k_tma = tma_copy(load, k, self.k_is_ragged, sK_layout, (tile_n, head_dim))
+        v_tma = tma_copy(load, v, self.k_is_ragged, sV_layout, (tile_n, head_dim_v))
+        dk_tma = tma_copy(store, dk, self.k_is_ragged, sdK_layout, (KEYS, head_dim))
+        dv_tma = tma_copy(store, dv, self.k_is_ragged, sdV_layout, (KEYS, head_dim_v))
 
         # One warpgroup's share each: 64 keys, or its part of dQ.
         products = Products(
@@ -396,15 +389,6 @@ class HopperBackward:
             a_source=source.RMEM if from_registers else source.SMEM,
         )
 
-    def tma(self, op, tensor: cute.Tensor, is_ragged: bool, staged_layout, tile):
-        """A TMA copy of ``tile`` rows by dims of ``tensor`` to or from one stage of a layout."""
-        units = None
-        if is_ragged:
-            tensor, *units = global_view.ragged(tensor)
-        one_stage = cute.slice_(staged_layout, (None, None, 0))
-        atom, coordinates = cpasync.make_tiled_tma_atom(op, tensor, one_stage, tile)
-        return Tma(atom, coordinates, units and tuple(units))
-
     # -------------------------------------------------------------- device side
     @cute.kernel
     def kernel(
@@ -451,11 +435,14 @@ class HopperBackward:
             view(storage.sK, sdK_layout),
             view(storage.sV, sdV_layout),
         )
+        warps = 4 * CONSUMERS
+        stages, grad_stages = schedule.stages, schedule.grad_stages
+        row_bytes = 4 * schedule.tile_m  # of a statistic, which comes with its rows
         rings = Rings(
-            self.ring(storage.k_barriers, shared.k, None),
-            self.ring(storage.v_barriers, shared.v, None),
-            self.ring(storage.q_barriers, shared.q, shared.lse),
-            self.ring(storage.do_barriers, shared.do, shared.delta),
+            tma_ring(storage.k_barriers, 1, warps, shared.k),
+            tma_ring(storage.v_barriers, 1, warps, shared.v),
+            tma_ring(storage.q_barriers, stages, warps, shared.q, row_bytes),
+            tma_ring(storage.do_barriers, grad_stages, warps, shared.do, row_bytes),
         )
         pipeline.pipeline_init_arrive(is_relaxed=True)
         pipeline.pipeline_init_wait()
@@ -470,36 +457,6 @@ class HopperBackward:
         else:
             cute.arch.setmaxregister_increase(schedule.consumer_registers)
             self.attend(products, stores, gradients, mdQ, shared, rings, call)
-
-    def ring(self, barriers, buffer: cute.Tensor, statistics: Optional[cute.Tensor]):
-        """A TMA-to-threads pipeline; a stage holds a tile, and statistics of its rows."""
-        tx_count = cute.size_in_bytes(buffer.element_type, buffer[None, None, 0].layout)
-        if statistics is not None:
-            tx_count += cute.size_in_bytes(Float32, statistics[None, 0].layout)
-        return pipeline.PipelineTmaAsync.create(
-            num_stages=cute.size(buffer, mode=[2]),
-            producer_group=pipeline.CooperativeGroup(pipeline.Agent.Thread),
-            consumer_group=pipeline.CooperativeGroup(pipeline.Agent.Thread, 4 * CONSUMERS),
-            tx_count=tx_count,
-            barrier_storage=barriers.data_ptr(),
-            cta_layout_vmnk=cute.make_layout((1, 1, 1, 1)),
-            defer_sync=True,
-        )
-
-    @cute.jit
-    def stage_at(
-        self, count: Int32, stages: cutlass.Constexpr[int], is_producer: cutlass.Constexpr[bool]
-    ):
-        """Pipeline state of the ``count``-th use of a ring's ``stages`` buffers.
-
-        The producer's phase is the opposite one, because an empty barrier starts free.
-        """
-        # Unsigned, because rounding a signed quotient down takes five instructions more.
-        turns = Int32(Uint32(count) // stages)
-        phase = turns & 1
-        if const_expr(is_producer):
-            phase = phase ^ 1
-        return pipeline.PipelineState(stages, count, count - turns * stages, phase)
 
     @cute.jit
     def locate(self, call: Call):
@@ -587,8 +544,8 @@ class HopperBackward:
             gdO = self.tiles(do_tma, queries, (schedule.tile_m, schedule.head_dim_v))
             lse, delta = [mStatistics[kind, entry, head_idx, None] for kind in range(2)]
             for m_block in cutlass.range(rows.first, rows.end, unroll=1):
-                state = self.stage_at(count, schedule.stages, True)
-                grad_state = self.stage_at(count, schedule.grad_stages, True)
+                state = stage_at(count, schedule.stages, True)
+                grad_state = stage_at(count, schedule.grad_stages, True)
                 place = (first_block + m_block) * schedule.tile_m
                 self.load_tile(q_tma, gQ, m_block, shared.q, rings.q, state)
                 self.load_statistics(lse, place, shared.lse, rings.q, state)
@@ -801,8 +758,8 @@ class HopperBackward:
         rings.k.consumer_wait(once)
         rings.v.consumer_wait(once)
         for count in cutlass.range(cute.arch.make_warp_uniform(total), unroll=1):
-            state = self.stage_at(count, schedule.stages, False)
-            grad_state = self.stage_at(count, schedule.grad_stages, False)
+            state = stage_at(count, schedule.stages, False)
+            grad_state = stage_at(count, schedule.grad_stages, False)
             ds_stage = count % DS_STAGES
             rings.q.consumer_wait(state)
             q = regs.q[None, None, None, state.index]

@@ -44,7 +44,7 @@ import cutlass.cute as cute
 import cutlass.pipeline as pipeline
 import cutlass.tensor_utils as tensor_utils
 import cutlass.utils.hopper_helpers as sm90
-from cutlass import BFloat16, Float16, Float32, Int32, Uint32, const_expr
+from cutlass import BFloat16, Float16, Float32, Int32, const_expr
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warp, warpgroup
 from cutlass.memory import SmemAllocator
 
@@ -52,6 +52,7 @@ from fa4.kernels.blocks import accumulator, global_view, row_statistics, score_g
 from fa4.kernels.blocks.row_range import RowRange, row_range
 from fa4.kernels.blocks.sequence_bounds import SequenceBounds, sequence_bounds
 from fa4.kernels.blocks.tile_order import Tile, locate_tile, num_slots
+from fa4.kernels.blocks.tma_rings import Tma, stage_at, tma_copy, tma_ring
 from fa4.kernels.features import BackwardFeatures
 from fa4.pipelines.sm90 import WARPGROUP
 from fa4.pipelines.sm90_backward import ROWS, DkvSchedule
@@ -66,14 +67,6 @@ class Barrier(IntEnum):
     FILLED = 1
     DRAINED = 3
     EPILOGUE = 5
-
-
-class Tma(NamedTuple):
-    """A TMA copy, the tensor of coordinates that it takes, and `global_view.ragged`'s units."""
-
-    atom: cute.CopyAtom
-    tensor: cute.Tensor
-    units: Optional[tuple[Int32, Int32]]
 
 
 class Call(NamedTuple):
@@ -212,14 +205,14 @@ class HopperBackwardDkv:
         if const_expr(schedule.cluster > 1):
             shared_load = cpasync.CopyBulkTensorTileG2SMulticastOp()
         store = cpasync.CopyBulkTensorTileS2GOp()
-        k_tma = self.tma(load, k, self.k_is_ragged, k_layout, (tile_n, head_dim))
-        v_tma = self.tma(load, v, self.k_is_ragged, v_layout, (tile_n, head_dim_v))
+        k_tma = tma_copy(load, k, self.k_is_ragged, k_layout, (tile_n, head_dim))
+        v_tma = tma_copy(load, v, self.k_is_ragged, v_layout, (tile_n, head_dim_v))
         parts, q_is_ragged = schedule.cluster, self.q_is_ragged
-        q_tma = self.tma(shared_load, q, q_is_ragged, q_layout, (tile_m, head_dim), parts)
+        q_tma = tma_copy(shared_load, q, q_is_ragged, q_layout, (tile_m, head_dim), parts)
         grad_tile = (tile_m, head_dim_v)
-        grad_tma = self.tma(shared_load, grad, q_is_ragged, grad_layout, grad_tile, parts)
-        dk_tma = self.tma(store, dk, self.k_is_ragged, dk_layout, (tile_n, head_dim))
-        dv_tma = self.tma(store, dv, self.k_is_ragged, dv_layout, (tile_n, head_dim_v))
+        grad_tma = tma_copy(shared_load, grad, q_is_ragged, grad_layout, grad_tile, parts)
+        dk_tma = tma_copy(store, dk, self.k_is_ragged, dk_layout, (tile_n, head_dim))
+        dv_tma = tma_copy(store, dv, self.k_is_ragged, dv_layout, (tile_n, head_dim_v))
 
         # Scores and their gradients: 64 keys by tile_m rows. Sums: 64 keys by a head dim.
         mma_scores = self.mma(OperandMajorMode.K, tile_m, warpgroup.OperandSource.SMEM)
@@ -307,20 +300,6 @@ class HopperBackwardDkv:
             a_source=a_source,
         )
 
-    def tma(self, op, tensor: cute.Tensor, is_ragged: bool, staged_layout, tile, parts: int = 1):
-        """A TMA copy of ``tile`` rows by dims of ``tensor`` to or from one stage of a layout.
-
-        parts  of which each CTA of the cluster copies one, to all of them
-        """
-        units = None
-        if is_ragged:
-            tensor, *units = global_view.ragged(tensor)
-        one_stage = cute.slice_(staged_layout, (None, None, 0))
-        atom, coordinates = cpasync.make_tiled_tma_atom(
-            op, tensor, one_stage, tile, num_multicast=parts
-        )
-        return Tma(atom, coordinates, units and tuple(units))
-
     # -------------------------------------------------------------- device side
     @cute.kernel
     def kernel(
@@ -371,10 +350,10 @@ class HopperBackwardDkv:
         row_bytes = tile_m * Float32.width // 8
         q_stages, grad_stages, ctas = schedule.q_stages, schedule.grad_stages, schedule.cluster
         rings = Rings(
-            k=self.ring(storage.k_barriers, 1, 4, shared.k, 0, 1),
-            v=self.ring(storage.v_barriers, 1, 4, shared.v, 0, 1),
-            q=self.ring(storage.q_barriers, q_stages, 8, shared.q, row_bytes, ctas),
-            grad=self.ring(storage.grad_barriers, grad_stages, 8, shared.grad, row_bytes, ctas),
+            k=tma_ring(storage.k_barriers, 1, 4, shared.k),
+            v=tma_ring(storage.v_barriers, 1, 4, shared.v),
+            q=tma_ring(storage.q_barriers, q_stages, 8, shared.q, row_bytes, ctas),
+            grad=tma_ring(storage.grad_barriers, grad_stages, 8, shared.grad, row_bytes, ctas),
         )
         pipeline.pipeline_init_arrive(cute.make_layout(ctas), is_relaxed=True)
         pipeline.pipeline_init_wait(cute.make_layout(ctas))
@@ -393,36 +372,6 @@ class HopperBackwardDkv:
             # Barriers of a CTA must outlive the other one's last release.
             cute.arch.cluster_arrive()
             cute.arch.cluster_wait()
-
-    def ring(
-        self, barriers, stages: int, releases: int, buffer: cute.Tensor, more_bytes: int, ctas: int
-    ):
-        """A TMA-to-threads pipeline whose stages are given back by ``releases`` warps a CTA.
-
-        more_bytes  of a stage, beside its part of ``buffer``
-        ctas        that fill and drain each other's stages
-        """
-        tile_bytes = cute.size_in_bytes(buffer.element_type, buffer[None, None, 0].layout)
-        return pipeline.PipelineTmaAsync.create(
-            num_stages=stages,
-            producer_group=pipeline.CooperativeGroup(pipeline.Agent.Thread),
-            consumer_group=pipeline.CooperativeGroup(pipeline.Agent.Thread, releases * ctas),
-            tx_count=tile_bytes + more_bytes,
-            barrier_storage=barriers.data_ptr(),
-            cta_layout_vmnk=cute.make_layout((1, ctas, 1, 1)),
-            defer_sync=True,
-        )
-
-    @cute.jit
-    def stage_at(
-        self, count: Int32, stages: cutlass.Constexpr[int], is_producer: cutlass.Constexpr[bool]
-    ):
-        """Pipeline state of the ``count``-th use of a ring of buffers; as in the forward kernel."""
-        turns = Int32(Uint32(count) // stages)
-        phase = turns & 1
-        if const_expr(is_producer):
-            phase = phase ^ 1
-        return pipeline.PipelineState(stages, count, count - turns * stages, phase)
 
     def tile_index(self):
         """Of this CTA's cluster; see `tile_order.locate_tile`."""
@@ -482,7 +431,7 @@ class HopperBackwardDkv:
         schedule, features = self.schedule, self.features
         work = self.locate(self.tile_index(), call)
         tile, rows, parts = work.tile, work.rows, schedule.cluster
-        once = self.stage_at(Int32(0), 1, True)
+        once = stage_at(Int32(0), 1, True)
         batch_q = Int32(0) if const_expr(features.packed_q) else tile.batch_idx
         first_block = row_statistics.first_block(
             work.q.start, tile.batch_idx, schedule.tile_m, features.packed_q
@@ -490,8 +439,8 @@ class HopperBackwardDkv:
         head_idx = tile.head_idx * (call.heads_q // call.heads_kv)
         block = rows.first
         for i in cutlass.range(work.num_steps, unroll=1):
-            q_state = self.stage_at(i, schedule.q_stages, True)
-            grad_state = self.stage_at(i, schedule.grad_stages, True)
+            q_state = stage_at(i, schedule.q_stages, True)
+            grad_state = stage_at(i, schedule.grad_stages, True)
             gQ = self.row_blocks(q_tma, work, head_idx, batch_q, schedule.head_dim)
             gGrad = self.row_blocks(grad_tma, work, head_idx, batch_q, schedule.head_dim_v)
             if i == 0:
@@ -618,8 +567,8 @@ class HopperBackwardDkv:
         acc.fill(0.0)
 
         if num_steps > 0:
-            rings.k.consumer_wait(self.stage_at(Int32(0), 1, False))
-            q_state = self.stage_at(Int32(0), schedule.q_stages, False)
+            rings.k.consumer_wait(stage_at(Int32(0), 1, False))
+            q_state = stage_at(Int32(0), schedule.q_stages, False)
             rings.q.consumer_wait(q_state)
             q_block = q_operand[None, None, None, q_state.index]
             self.matmul(mma_scores, scores, k_operand, q_block, False)
@@ -634,8 +583,8 @@ class HopperBackwardDkv:
                 block = block + 1
                 if block == rows.end:
                     block = rows.first
-                q_state = self.stage_at(i, schedule.q_stages, False)
-                grad_state = self.stage_at(i - 1, schedule.grad_stages, False)
+                q_state = stage_at(i, schedule.q_stages, False)
+                grad_state = stage_at(i - 1, schedule.grad_stages, False)
                 rings.q.consumer_wait(q_state)
                 q_block = q_operand[None, None, None, q_state.index]
                 self.matmul(mma_scores, scores, k_operand, q_block, False)
@@ -651,7 +600,7 @@ class HopperBackwardDkv:
                 accumulator.round_into(rounded, scores)
                 self.hand_over(rounded, scores, slopes, shared, i, thread)
 
-            grad_state = self.stage_at(num_steps - 1, schedule.grad_stages, False)
+            grad_state = stage_at(num_steps - 1, schedule.grad_stages, False)
             rings.grad.consumer_wait(grad_state)
             p = accumulator.as_operand_a(rounded)
             grad_block = grad_operand[None, None, None, grad_state.index]
@@ -778,8 +727,8 @@ class HopperBackwardDkv:
         acc.fill(0.0)
 
         if num_steps > 0:
-            rings.v.consumer_wait(self.stage_at(Int32(0), 1, False))
-            grad_state = self.stage_at(Int32(0), schedule.grad_stages, False)
+            rings.v.consumer_wait(stage_at(Int32(0), 1, False))
+            grad_state = stage_at(Int32(0), schedule.grad_stages, False)
             rings.grad.consumer_wait(grad_state)
             grad_block = grad_operand[None, None, None, grad_state.index]
             self.matmul(mma_scores, dp, v_operand, grad_block, False)
@@ -789,8 +738,8 @@ class HopperBackwardDkv:
             accumulator.round_into(rounded, dp)
 
             for i in cutlass.range(1, num_steps, unroll=1):
-                grad_state = self.stage_at(i, schedule.grad_stages, False)
-                q_state = self.stage_at(i - 1, schedule.q_stages, False)
+                grad_state = stage_at(i, schedule.grad_stages, False)
+                q_state = stage_at(i - 1, schedule.q_stages, False)
                 ds = accumulator.as_operand_a(rounded)
                 q_block = q_operand[None, None, None, q_state.index]
                 grad_block = grad_operand[None, None, None, grad_state.index]
@@ -816,7 +765,7 @@ class HopperBackwardDkv:
                     rings.grad.consumer_release(grad_state)
                 accumulator.round_into(rounded, dp)
 
-            q_state = self.stage_at(num_steps - 1, schedule.q_stages, False)
+            q_state = stage_at(num_steps - 1, schedule.q_stages, False)
             rings.q.consumer_wait(q_state)
             ds = accumulator.as_operand_a(rounded)
             q_block = q_operand[None, None, None, q_state.index]

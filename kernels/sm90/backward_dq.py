@@ -36,7 +36,7 @@ import cutlass.cute as cute
 import cutlass.pipeline as pipeline
 import cutlass.tensor_utils as tensor_utils
 import cutlass.utils.hopper_helpers as sm90
-from cutlass import BFloat16, Float16, Float32, Int32, Uint32, const_expr
+from cutlass import BFloat16, Float16, Float32, Int32, const_expr
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warp, warpgroup
 from cutlass.memory import SmemAllocator
 
@@ -45,6 +45,7 @@ from fa4.kernels.blocks.key_range import KeyRange, key_range
 from fa4.kernels.blocks.row_range import first_row_with_keys
 from fa4.kernels.blocks.sequence_bounds import SequenceBounds, sequence_bounds
 from fa4.kernels.blocks.tile_order import Tile, locate_tile, num_slots
+from fa4.kernels.blocks.tma_rings import Tma, stage_at, tma_copy, tma_ring
 from fa4.kernels.features import BackwardFeatures
 from fa4.pipelines.sm90 import WARPGROUP
 from fa4.pipelines.sm90_backward import ROWS, DqSchedule
@@ -58,14 +59,6 @@ class Barrier(IntEnum):
 
     TURN = 1
     EPILOGUE = 3
-
-
-class Tma(NamedTuple):
-    """A TMA copy, the tensor of coordinates that it takes, and `global_view.ragged`'s units."""
-
-    atom: cute.CopyAtom
-    tensor: cute.Tensor
-    units: Optional[tuple[Int32, Int32]]
 
 
 class Call(NamedTuple):
@@ -224,12 +217,12 @@ class HopperBackwardDq:
         if const_expr(schedule.cluster > 1):
             shared_load = cpasync.CopyBulkTensorTileG2SMulticastOp()
         store = cpasync.CopyBulkTensorTileS2GOp()
-        q_tma = self.tma(load, q, self.q_is_ragged, q_layout, (ROWS, head_dim))
-        grad_tma = self.tma(load, grad, self.q_is_ragged, grad_layout, (ROWS, head_dim_v))
+        q_tma = tma_copy(load, q, self.q_is_ragged, q_layout, (ROWS, head_dim))
+        grad_tma = tma_copy(load, grad, self.q_is_ragged, grad_layout, (ROWS, head_dim_v))
         parts, k_is_ragged = schedule.cluster, self.k_is_ragged
-        k_tma = self.tma(shared_load, k, k_is_ragged, k_layout, (tile_n, head_dim), parts)
-        v_tma = self.tma(shared_load, v, k_is_ragged, v_layout, (tile_n, head_dim_v), parts)
-        dq_tma = self.tma(store, dq, self.q_is_ragged, dq_layout, (ROWS, head_dim))
+        k_tma = tma_copy(shared_load, k, k_is_ragged, k_layout, (tile_n, head_dim), parts)
+        v_tma = tma_copy(shared_load, v, k_is_ragged, v_layout, (tile_n, head_dim_v), parts)
+        dq_tma = tma_copy(store, dq, self.q_is_ragged, dq_layout, (ROWS, head_dim))
 
         # One warpgroup's share: 64 rows of scores and their gradients, then 64 rows of dQ.
         mma_scores = self.mma(OperandMajorMode.K, tile_n, warpgroup.OperandSource.SMEM)
@@ -309,20 +302,6 @@ class HopperBackwardDq:
             a_source=a_source,
         )
 
-    def tma(self, op, tensor: cute.Tensor, is_ragged: bool, staged_layout, tile, parts: int = 1):
-        """A TMA copy of ``tile`` rows by dims of ``tensor`` to or from one stage of a layout.
-
-        parts  of which each CTA of the cluster copies one, to all of them
-        """
-        units = None
-        if is_ragged:
-            tensor, *units = global_view.ragged(tensor)
-        one_stage = cute.slice_(staged_layout, (None, None, 0))
-        atom, coordinates = cpasync.make_tiled_tma_atom(
-            op, tensor, one_stage, tile, num_multicast=parts
-        )
-        return Tma(atom, coordinates, units and tuple(units))
-
     # -------------------------------------------------------------- device side
     @cute.kernel
     def kernel(
@@ -361,10 +340,10 @@ class HopperBackwardDq:
         )
         warps, ctas = 4 * WARPGROUPS, schedule.cluster
         rings = Rings(
-            q=self.ring(storage.q_barriers, WARPGROUPS, 4, shared.q, 1),
-            grad=self.ring(storage.grad_barriers, WARPGROUPS, 4, shared.grad, 1),
-            k=self.ring(storage.k_barriers, schedule.k_stages, warps, shared.k, ctas),
-            v=self.ring(storage.v_barriers, schedule.v_stages, warps, shared.v, ctas),
+            q=tma_ring(storage.q_barriers, WARPGROUPS, 4, shared.q),
+            grad=tma_ring(storage.grad_barriers, WARPGROUPS, 4, shared.grad),
+            k=tma_ring(storage.k_barriers, schedule.k_stages, warps, shared.k, ctas=ctas),
+            v=tma_ring(storage.v_barriers, schedule.v_stages, warps, shared.v, ctas=ctas),
         )
         pipeline.pipeline_init_arrive(cute.make_layout(ctas), is_relaxed=True)
         pipeline.pipeline_init_wait(cute.make_layout(ctas))
@@ -385,32 +364,6 @@ class HopperBackwardDq:
             # Barriers of a CTA must outlive the other one's last release.
             cute.arch.cluster_arrive()
             cute.arch.cluster_wait()
-
-    def ring(self, barriers, stages: int, releases: int, buffer: cute.Tensor, ctas: int):
-        """A TMA-to-threads pipeline whose stages are given back by ``releases`` warps a CTA.
-
-        ctas  that fill and drain each other's stages
-        """
-        return pipeline.PipelineTmaAsync.create(
-            num_stages=stages,
-            producer_group=pipeline.CooperativeGroup(pipeline.Agent.Thread),
-            consumer_group=pipeline.CooperativeGroup(pipeline.Agent.Thread, releases * ctas),
-            tx_count=cute.size_in_bytes(buffer.element_type, buffer[None, None, 0].layout),
-            barrier_storage=barriers.data_ptr(),
-            cta_layout_vmnk=cute.make_layout((1, ctas, 1, 1)),
-            defer_sync=True,
-        )
-
-    @cute.jit
-    def stage_at(
-        self, count: Int32, stages: cutlass.Constexpr[int], is_producer: cutlass.Constexpr[bool]
-    ):
-        """Pipeline state of the ``count``-th use of a ring of buffers; as in the forward kernel."""
-        turns = Int32(Uint32(count) // stages)
-        phase = turns & 1
-        if const_expr(is_producer):
-            phase = phase ^ 1
-        return pipeline.PipelineState(stages, count, count - turns * stages, phase)
 
     @cute.jit
     def locate(self, call: Call):
@@ -470,18 +423,18 @@ class HopperBackwardDq:
         num_blocks = keys.end - keys.first
         for i in cutlass.range(num_blocks, unroll=1):
             block = keys.first + i
-            k_state = self.stage_at(i, schedule.k_stages, True)
-            v_state = self.stage_at(i, schedule.v_stages, True)
+            k_state = stage_at(i, schedule.k_stages, True)
+            v_state = stage_at(i, schedule.v_stages, True)
             self.load_tile(k_tma, gK, shared.k, rings.k, block, k_state, parts)
             if i == 0:
                 for w in cutlass.range_constexpr(WARPGROUPS):
-                    state = self.stage_at(Int32(w), WARPGROUPS, True)
+                    state = stage_at(Int32(w), WARPGROUPS, True)
                     m_idx = work.m_block * WARPGROUPS + w
                     self.load_tile(q_tma, gQ, shared.q, rings.q, m_idx, state, 1)
             self.load_tile(v_tma, gV, shared.v, rings.v, block, v_state, parts)
             if i == 0:
                 for w in cutlass.range_constexpr(WARPGROUPS):
-                    state = self.stage_at(Int32(w), WARPGROUPS, True)
+                    state = stage_at(Int32(w), WARPGROUPS, True)
                     m_idx = work.m_block * WARPGROUPS + w
                     self.load_tile(grad_tma, gGrad, shared.grad, rings.grad, m_idx, state, 1)
         # No tail: barriers are this CTA's own, and its shared memory lives until its last warp.
@@ -590,7 +543,7 @@ class HopperBackwardDq:
         num_blocks = keys.end - keys.first
         if num_blocks > 0:
             self.read_statistics(mStatistics, regs, place, work)
-            own = self.stage_at(wg, WARPGROUPS, False)
+            own = stage_at(wg, WARPGROUPS, False)
             rings.q.consumer_wait(own)
             rings.grad.consumer_wait(own)
             self.differentiate_keys(mma_scores, mma_dq, regs, rings, place, work, call, num_blocks)
@@ -637,8 +590,8 @@ class HopperBackwardDq:
         again early; the other warpgroup's matmuls run beside the arithmetic on scores.
         """
         schedule = self.schedule
-        k_state = self.stage_at(Int32(0), schedule.k_stages, False)
-        v_state = self.stage_at(Int32(0), schedule.v_stages, False)
+        k_state = stage_at(Int32(0), schedule.k_stages, False)
+        v_state = stage_at(Int32(0), schedule.v_stages, False)
         if const_expr(schedule.takes_turns):
             if place.warpgroup == 1:
                 # The turn that nobody passes on: the first one of warpgroup 0.
@@ -660,9 +613,9 @@ class HopperBackwardDq:
         accumulator.round_into(regs.rounded, regs.dp)
 
         for i in cutlass.range(1, num_blocks, unroll=1):
-            before = self.stage_at(i - 1, schedule.k_stages, False)
-            k_state = self.stage_at(i, schedule.k_stages, False)
-            v_state = self.stage_at(i, schedule.v_stages, False)
+            before = stage_at(i - 1, schedule.k_stages, False)
+            k_state = stage_at(i, schedule.k_stages, False)
+            v_state = stage_at(i, schedule.v_stages, False)
             if const_expr(schedule.takes_turns):
                 self.turn(place.warpgroup).arrive_and_wait()
             dx = accumulator.as_operand_a(regs.rounded)
@@ -689,7 +642,7 @@ class HopperBackwardDq:
             if place.warpgroup == 0:
                 # Takes the last turn that warpgroup 1 passed on, so that none is left over.
                 self.turn(0).arrive_and_wait()
-        k_state = self.stage_at(num_blocks - 1, schedule.k_stages, False)
+        k_state = stage_at(num_blocks - 1, schedule.k_stages, False)
         dx = accumulator.as_operand_a(regs.rounded)
         k = regs.k_transposed[None, None, None, k_state.index]
         self.matmul(mma_dq, regs.dq, dx, k, True)

@@ -37,7 +37,7 @@ import cutlass.cute as cute
 import cutlass.pipeline as pipeline
 import cutlass.tensor_utils as tensor_utils
 import cutlass.utils.hopper_helpers as sm90
-from cutlass import BFloat16, Float16, Float32, Int32, Int64, Uint32, const_expr
+from cutlass import BFloat16, Float16, Float32, Int32, Int64, const_expr
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
 from cutlass.memory import SmemAllocator
 
@@ -76,6 +76,7 @@ from fa4.kernels.blocks.paging import (
     row_address,
     swizzled,
 )
+from fa4.kernels.blocks.tma_rings import stage_at
 from fa4.kernels.features import DecodeFeatures
 from fa4.pipelines.sm90 import WARPGROUP
 from fa4.pipelines.sm90_decode import DecodeNumbers, DecodeSchedule
@@ -437,16 +438,6 @@ class HopperDecode:
             defer_sync=True,
         )
 
-    @cute.jit
-    def stage_at(self, count: Int32, is_producer: cutlass.Constexpr[bool]):
-        """Pipeline state of the ``count``-th use of a ring; see `HopperForward.stage_at`."""
-        stages = self.schedule.stages
-        turns = Int32(Uint32(count) // stages)
-        phase = turns & 1
-        if const_expr(is_producer):
-            phase = phase ^ 1
-        return pipeline.PipelineState(stages, count, count - turns * stages, phase)
-
     # Every role walks the same list of segments:
     #     cursor, shares = self.first_place(call)
     #     while cursor.at < cursor.stop:
@@ -504,7 +495,7 @@ class HopperDecode:
                 row_now = row
                 if i + 1 < num_blocks:
                     slot, row = self.look_up(addressing, segment, keys, segment.end - 2 - i)
-                state = self.stage_at(blocks_loaded + i, True)
+                state = stage_at(blocks_loaded + i, self.schedule.stages, True)
                 head_kv = segment.tile.head_kv
                 self.load_block(tma, sX, ring, state, slot_now, row_now, head_kv)
             blocks_loaded = blocks_loaded + num_blocks
@@ -577,7 +568,7 @@ class HopperDecode:
                 now = row
                 if i + 1 < num_blocks:
                     row = self.look_up_row(caches, segment, keys, segment.end - 2 - i)
-                state = self.stage_at(blocks_loaded + i, True)
+                state = stage_at(blocks_loaded + i, self.schedule.stages, True)
                 rings.k.producer_acquire(state)
                 tile = sK + state.index * k_stage
                 source = (now.k_high, now.k_low, now.live, k_chunks)
@@ -780,7 +771,7 @@ class HopperDecode:
         row statistics in registers.
         """
         # The first block has nothing to overlap with.
-        k_state = self.stage_at(blocks_read, False)
+        k_state = stage_at(blocks_read, self.schedule.stages, False)
         self.wait_full(rings.k, k_state)
         self.matmul(mma_qk, regs.scores, regs.q, regs.k[None, None, None, k_state.index], False)
         warpgroup.wait_group(0)
@@ -807,7 +798,7 @@ class HopperDecode:
                 self.block_step(*step, clear_first - 1 - i, blocks_read + i, is_masked=True)
             blocks_read = blocks_read + (clear_first - segment.first)
 
-        v_state = self.stage_at(blocks_read, False)
+        v_state = stage_at(blocks_read, self.schedule.stages, False)
         self.wait_full(rings.v, v_state)
         self.clear_dead_values(v_bytes, v_state, place, keys, segment.first)
         p = accumulator.as_operand_a(regs.probabilities)
@@ -836,8 +827,8 @@ class HopperDecode:
         blocks_read  ring position of the block before, n_block + 1; its probabilities are in
                      registers
         """
-        k_state = self.stage_at(blocks_read + 1, False)
-        v_state = self.stage_at(blocks_read, False)
+        k_state = stage_at(blocks_read + 1, self.schedule.stages, False)
+        v_state = stage_at(blocks_read, self.schedule.stages, False)
         p = accumulator.as_operand_a(regs.probabilities)
         self.wait_full(rings.v, v_state)
         self.clear_dead_values(v_bytes, v_state, place, keys, n_block + 1)

@@ -49,7 +49,7 @@ import cutlass.cute as cute
 import cutlass.pipeline as pipeline
 import cutlass.tensor_utils as tensor_utils
 import cutlass.utils.hopper_helpers as sm90
-from cutlass import BFloat16, Float16, Float32, Int32, Uint32, const_expr
+from cutlass import BFloat16, Float16, Float32, Int32, const_expr
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warp, warpgroup
 from cutlass.memory import SmemAllocator
 
@@ -69,6 +69,7 @@ from fa4.kernels.blocks.online_softmax import (
 )
 from fa4.kernels.blocks.sequence_bounds import SequenceBounds, sequence_bounds
 from fa4.kernels.blocks.tile_order import Tile, locate_tile, num_slots
+from fa4.kernels.blocks.tma_rings import Tma, stage_at, tma_copy, tma_ring
 from fa4.kernels.features import ForwardFeatures
 from fa4.pipelines.sm90 import WARPGROUP, ForwardSchedule
 
@@ -94,14 +95,6 @@ class What(IntEnum):
     REPEAT = 32
     ROUND = 64
     END = -1
-
-
-class Tma(NamedTuple):
-    """A TMA copy, the tensor of coordinates that it takes, and `global_view.ragged`'s units."""
-
-    atom: cute.CopyAtom
-    tensor: cute.Tensor
-    units: Optional[tuple[Int32, Int32]]
 
 
 class Call(NamedTuple):
@@ -308,10 +301,10 @@ class HopperForward:
 
         load = cpasync.CopyBulkTensorTileG2SOp()
         store = cpasync.CopyBulkTensorTileS2GOp()
-        q_tma = self.tma(load, q, self.q_is_ragged, sQ_layout, (ROWS, head_dim))
-        k_tma = self.tma(load, k, self.k_is_ragged, sK_layout, (tile_n, head_dim))
-        v_tma = self.tma(load, v, self.k_is_ragged, sV_layout, (tile_n, head_dim_v))
-        o_tma = self.tma(store, o, self.q_is_ragged, sO_layout, (ROWS, head_dim_v))
+        q_tma = tma_copy(load, q, self.q_is_ragged, sQ_layout, (ROWS, head_dim))
+        k_tma = tma_copy(load, k, self.k_is_ragged, sK_layout, (tile_n, head_dim))
+        v_tma = tma_copy(load, v, self.k_is_ragged, sV_layout, (tile_n, head_dim_v))
+        o_tma = tma_copy(store, o, self.q_is_ragged, sO_layout, (ROWS, head_dim_v))
 
         # One warpgroup's share: 64 rows of scores, then 64 rows of output.
         mma_qk = sm90.make_trivial_tiled_mma(
@@ -402,15 +395,6 @@ class HopperForward:
             stream=stream,
         )
 
-    def tma(self, op, tensor: cute.Tensor, is_ragged: bool, staged_layout, tile):
-        """A TMA copy of ``tile`` rows by dims of ``tensor`` to or from one stage of a layout."""
-        units = None
-        if is_ragged:
-            tensor, *units = global_view.ragged(tensor)
-        one_stage = cute.slice_(staged_layout, (None, None, 0))
-        atom, coordinates = cpasync.make_tiled_tma_atom(op, tensor, one_stage, tile)
-        return Tma(atom, coordinates, units and tuple(units))
-
     # -------------------------------------------------------------- device side
     @cute.kernel
     def kernel(
@@ -450,9 +434,9 @@ class HopperForward:
 
         warpgroups = schedule.consumer_warpgroups
         rings = Rings(
-            self.ring(storage.q_barriers, warpgroups, 4, sQ),
-            self.ring(storage.k_barriers, schedule.stages, 4 * warpgroups, sK),
-            self.ring(storage.v_barriers, schedule.stages, 4 * warpgroups, sV),
+            tma_ring(storage.q_barriers, warpgroups, 4, sQ),
+            tma_ring(storage.k_barriers, schedule.stages, 4 * warpgroups, sK),
+            tma_ring(storage.v_barriers, schedule.stages, 4 * warpgroups, sV),
         )
         box = Mailbox(
             storage.message_barriers.data_ptr(),
@@ -481,34 +465,6 @@ class HopperForward:
     def with_slabs(self, layout: cute.Layout, slab: int):
         """(rows, dim, warpgroups) with the warpgroups' slabs ``slab`` elements apart."""
         return cute.make_layout(layout.shape, stride=(*layout.stride[:2], (0, slab)))
-
-    def ring(self, barriers, stages: int, releases: int, buffer: cute.Tensor):
-        """A TMA-to-threads pipeline whose stages are given back by ``releases`` warps."""
-        return pipeline.PipelineTmaAsync.create(
-            num_stages=stages,
-            producer_group=pipeline.CooperativeGroup(pipeline.Agent.Thread),
-            consumer_group=pipeline.CooperativeGroup(pipeline.Agent.Thread, releases),
-            tx_count=cute.size_in_bytes(buffer.element_type, buffer[None, None, 0].layout),
-            barrier_storage=barriers.data_ptr(),
-            cta_layout_vmnk=cute.make_layout((1, 1, 1, 1)),
-            defer_sync=True,
-        )
-
-    @cute.jit
-    def stage_at(
-        self, count: Int32, stages: cutlass.Constexpr[int], is_producer: cutlass.Constexpr[bool]
-    ):
-        """Pipeline state of the ``count``-th use of a ring of buffers.
-
-        One running count a role replaces an index and a phase a pipeline; the producer's phase
-        is the opposite one, because an empty barrier starts free.
-        """
-        # Unsigned, because rounding a signed quotient down takes five instructions more.
-        turns = Int32(Uint32(count) // stages)
-        phase = turns & 1
-        if const_expr(is_producer):
-            phase = phase ^ 1
-        return pipeline.PipelineState(stages, count, count - turns * stages, phase)
 
     @cute.jit
     def locate(self, tile_idx: Int32, call: Call):
@@ -598,7 +554,7 @@ class HopperForward:
         That one has been read: load has been given the buffers of the tile after it, or has met
         attend since.
         """
-        state = self.stage_at(count, MESSAGES, True)
+        state = stage_at(count, MESSAGES, True)
         if cute.arch.lane_idx() == 0:
             for i, value in enumerate(message.words()):
                 box.messages[state.index * MESSAGE_WORDS + i] = value
@@ -607,7 +563,7 @@ class HopperForward:
     @cute.jit
     def receive(self, box: Mailbox, count: Int32, call: Call):
         """Attend: the ``count``-th message, the same in all lanes."""
-        state = self.stage_at(count, MESSAGES, False)
+        state = stage_at(count, MESSAGES, False)
         cute.arch.mbarrier_wait(box.sent + state.index, state.phase)
         words = [
             cute.arch.make_warp_uniform(box.messages[state.index * MESSAGE_WORDS + i])
@@ -734,18 +690,18 @@ class HopperForward:
         num_blocks = keys.end - keys.first
         last = keys.end - 1
         if num_blocks > 0:
-            state = self.stage_at(blocks_loaded, stages, True)
+            state = stage_at(blocks_loaded, stages, True)
             self.load_block(k_tma, gK, sK, rings.k, last, state)
         for w in cutlass.range_constexpr(warpgroups):
-            state = self.stage_at(tiles_loaded * warpgroups + w, warpgroups, True)
+            state = stage_at(tiles_loaded * warpgroups + w, warpgroups, True)
             self.load_block(q_tma, gQ, sQ, rings.q, cutlass.max(work.slab + w, 0), state)
         for i in cutlass.range(1, num_blocks, unroll=1):
-            state = self.stage_at(blocks_loaded + i, stages, True)
+            state = stage_at(blocks_loaded + i, stages, True)
             self.load_block(k_tma, gK, sK, rings.k, last - i, state)
             if const_expr(schedule.o_shares_v):
                 if i == 1:
                     cute.arch.mbarrier_wait(box.o_stored, (tiles_loaded & 1) ^ 1)
-            state = self.stage_at(blocks_loaded + i - 1, stages, True)
+            state = stage_at(blocks_loaded + i - 1, stages, True)
             self.load_block(v_tma, gV, sV, rings.v, last - i + 1, state)
         if const_expr(schedule.o_shares_v):
             if num_blocks <= 1:
@@ -756,7 +712,7 @@ class HopperForward:
         if const_expr(mCounter is not None):
             following = self.next_tile(mCounter, call)
         if num_blocks > 0:
-            state = self.stage_at(blocks_loaded + num_blocks - 1, stages, True)
+            state = stage_at(blocks_loaded + num_blocks - 1, stages, True)
             self.load_block(v_tma, gV, sV, rings.v, keys.first, state)
         return blocks_loaded + num_blocks, following
 
@@ -915,7 +871,7 @@ class HopperForward:
                 if i < turns:
                     self.turn(place.warpgroup).arrive_and_wait()
                     self.turn((place.warpgroup + 1) % schedule.consumer_warpgroups).arrive()
-            state = self.stage_at(blocks_read + i, schedule.stages, False)
+            state = stage_at(blocks_read + i, schedule.stages, False)
             for ring in (rings.k, rings.v):
                 ring.consumer_wait(state)
                 ring.consumer_release(state)
@@ -965,7 +921,7 @@ class HopperForward:
         # Descriptors of buffers are made in uniform registers only of what is known to be uniform.
         blocks_read = cute.arch.make_warp_uniform(blocks_read)
         # The first block has nothing to overlap with.
-        k_state = self.stage_at(blocks_read, schedule.stages, False)
+        k_state = stage_at(blocks_read, schedule.stages, False)
         rings.k.consumer_wait(k_state)
         self.matmul(mma_qk, regs.scores, regs.q, regs.k[None, None, None, k_state.index], False)
         self.give_back_values(box, place, tiles_stored)
@@ -996,7 +952,7 @@ class HopperForward:
                 self.block_step(*step, clear_first - 1 - i, blocks_read + i, is_masked=True)
             blocks_read = blocks_read + (clear_first - keys.first)
 
-        v_state = self.stage_at(blocks_read, schedule.stages, False)
+        v_state = stage_at(blocks_read, schedule.stages, False)
         rings.v.consumer_wait(v_state)
         p = accumulator.as_operand_a(regs.probabilities)
         self.matmul(mma_pv, regs.out, p, regs.v[None, None, None, v_state.index], True)
@@ -1023,8 +979,8 @@ class HopperForward:
         blocks_read  ring position of the block before; its probabilities are in registers
         """
         schedule = self.schedule
-        k_state = self.stage_at(blocks_read + 1, schedule.stages, False)
-        v_state = self.stage_at(blocks_read, schedule.stages, False)
+        k_state = stage_at(blocks_read + 1, schedule.stages, False)
+        v_state = stage_at(blocks_read, schedule.stages, False)
         p = accumulator.as_operand_a(regs.probabilities)
         # Both at once: each look at a barrier takes some fifty cycles to answer.
         k_arrived = rings.k.consumer_try_wait(k_state)
