@@ -324,10 +324,17 @@ def test_c51_large_channels_stored_rows_first():
 
 @pytest.mark.parametrize("deterministic", [False, True])
 def test_c52_c53_grad_out_of_any_strides_gives_the_gradients_of_a_contiguous_one(deterministic):
+    """Bit for bit where sums have an order; else dQ's may differ by a rounding."""
+
+    def assert_same(one: Tensor, other: Tensor, name: str) -> None:
+        if deterministic:
+            assert torch.equal(one, other), name
+        assert (one - other).abs().max() <= 2**-7 * other.abs().max(), name
+
     q, k, v = (
         torch.randn(2, 200, 4, 96, device=DEVICE, dtype=BF16, requires_grad=True) for _ in range(3)
     )
-    out = fa4.flash_attn_func(q, k, v, backend=BACKEND, deterministic=True)
+    out = fa4.flash_attn_func(q, k, v, backend=BACKEND, deterministic=deterministic)
     values = torch.randn_like(out)
     views = {
         "transposed": values.transpose(1, 2).contiguous().transpose(1, 2),
@@ -340,11 +347,11 @@ def test_c52_c53_grad_out_of_any_strides_gives_the_gradients_of_a_contiguous_one
     for name, view in views.items():
         found = torch.autograd.grad(out, (q, k, v), view, retain_graph=True)
         for one, other in zip(found, expected, strict=True):
-            assert torch.equal(one, other), name
+            assert_same(one, other, name)
     # The gradient of a sum is one element shown everywhere.
     ones = torch.autograd.grad(out, (q, k, v), torch.ones_like(out), retain_graph=True)
     for one, other in zip(torch.autograd.grad(out.sum(), (q, k, v)), ones, strict=True):
-        assert torch.equal(one, other)
+        assert_same(one, other, "ones")
 
 
 @pytest.mark.parametrize("heads_kv", [16, 4])
