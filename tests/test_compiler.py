@@ -353,10 +353,13 @@ def test_sources_of_kernels_and_pipelines_are_found() -> None:
 
 
 def test_hashing_the_sources_is_cheap() -> None:
-    compiler.hash_sources("fa4.kernels.sm90.forward")
-    start = time.perf_counter()
-    compiler.hash_sources("fa4.kernels.sm90.forward")
-    assert time.perf_counter() - start < 0.01
+    """The best of several, because another process may have the core meanwhile."""
+    seconds = []
+    for _ in range(6):
+        start = time.perf_counter()
+        compiler.hash_sources("fa4.kernels.sm90.forward")
+        seconds.append(time.perf_counter() - start)
+    assert min(seconds) < 0.01
 
 
 def test_edited_source_is_compiled_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -116,8 +116,9 @@ def forward_launch(length: int = 300, multiprocessors: int = 4) -> tuple[Launch,
     q, k, v, o = (torch.zeros(1, length, 1, 64, dtype=torch.bfloat16) for _ in range(4))
     lse = torch.zeros(1, 1, length)
     lengths = sink = (None,)
+    counter = torch.zeros(1, dtype=torch.int32)
     (launch,) = HostFunction(library_of_spec(spec)).capture(
-        q, k, v, o, lse, *4 * lengths, *sink, 0.125, 0.0, 0, 0, 1, multiprocessors, 1, 1
+        q, k, v, o, lse, *4 * lengths, *sink, 0.125, 0.0, 0, 0, 1, multiprocessors, 1, 1, counter
     )
     return launch, q
 
