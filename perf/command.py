@@ -161,7 +161,9 @@ def measure(
             | {"contender": name, "version": contender.version, "ms": None}
         )
         if name in times:
-            row |= time_columns(times[name], times.get(OURS))
+            row |= time_columns(times[name])
+            ours = times.get(OURS)
+            row["ours_faster"] = None if ours is None else ratio(ours, times[name])
             row["difference"] = differences.get(name)
             row |= state_columns(sampler.over(times[name].intervals) if sampler else None)
         rows.append(row | {"note": notes.get(name, "")})
@@ -181,14 +183,13 @@ def differences_from_first(outputs: dict[str, Any]) -> dict[str, float]:
     }
 
 
-def time_columns(times: Times, ours: Times | None) -> dict[str, Any]:
+def time_columns(times: Times) -> dict[str, Any]:
     return {
         "ms": times.median,
         "ms_fastest": times.fastest,
         "ms_slowest": times.slowest,
         "spread": times.spread,
         "rounds": len(times.rounds),
-        "ours_faster": None if ours is None else ratio(ours, times),
     }
 
 

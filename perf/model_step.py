@@ -37,9 +37,10 @@ from perf.command import (
     progress,
     selected,
     state_columns,
+    time_columns,
 )
 from perf.device_state import Sampler
-from perf.timing import Call, DeviceTimer, Timer, Times, interleave, ratio
+from perf.timing import Call, DeviceTimer, Timer, interleave, ratio
 
 DEFAULT = "sdpa"  # what ratios are to
 LAYERS = 4
@@ -247,23 +248,14 @@ def measure(
             "ms": None,
         }
         if name in times:
-            row |= time_columns(step, times[name], times.get(DEFAULT))
+            row |= time_columns(times[name])
+            row["tokens_per_s"] = step.tokens / times[name].median * 1e3
+            default = times.get(DEFAULT)
+            row["faster_than_sdpa"] = None if default is None else ratio(times[name], default)
             row["difference"] = differences[name]
             row |= state_columns(sampler.over(times[name].intervals) if sampler else None)
         rows.append(row | {"note": notes.get(name, "")})
     return rows
-
-
-def time_columns(step: Step, times: Times, default: Times | None) -> dict[str, Any]:
-    return {
-        "ms": times.median,
-        "ms_fastest": times.fastest,
-        "ms_slowest": times.slowest,
-        "spread": times.spread,
-        "rounds": len(times.rounds),
-        "tokens_per_s": step.tokens / times.median * 1e3,
-        "faster_than_sdpa": None if default is None else ratio(times, default),
-    }
 
 
 def line(row: Mapping[str, Any]) -> str:
