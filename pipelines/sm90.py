@@ -22,6 +22,14 @@ ELEMENT_BYTES = 2  # bf16 and fp16
 OTHER_REGISTERS = 28
 
 
+def registers_at_launch(threads: int, ctas_per_sm: int = 1) -> int:
+    """Registers that setmaxnreg can move between the warps of a CTA: what its launch was given.
+
+    That is as many for every thread, in units of 8. An increase beyond all of them waits for ever.
+    """
+    return REGISTER_FILE // (threads * ctas_per_sm) // 8 * 8 * threads
+
+
 @dataclass(frozen=True)
 class ForwardSchedule:
     """How the Hopper forward kernel runs one tile.
@@ -104,10 +112,7 @@ class ForwardSchedule:
         ):
             if count % 8 or not 24 <= count <= 240:
                 problems.append(f"{role}={count} is not a multiple of 8 from 24 to 240")
-        # setmaxnreg moves registers inside what the launch was given: threads * registers a
-        # thread, rounded down to 8. More than that and the increase waits for ever.
-        threads = max(self.threads, WARPGROUP)
-        at_launch = REGISTER_FILE // threads // 8 * 8 * threads
+        at_launch = registers_at_launch(max(self.threads, WARPGROUP))
         roles = WARPGROUP * (
             self.producer_registers + self.consumer_warpgroups * self.consumer_registers
         )

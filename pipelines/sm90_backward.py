@@ -13,9 +13,9 @@ from fa4.pipelines.sm90 import (
     BARRIER_BYTES,
     ELEMENT_BYTES,
     OTHER_REGISTERS,
-    REGISTER_FILE,
     SMEM_BYTES,
     WARPGROUP,
+    registers_at_launch,
 )
 
 STATISTIC_BYTES = 4  # fp32
@@ -60,9 +60,7 @@ def _role_problems(consumer: int, producer: int) -> list[str]:
     for role, count in (("consumer_registers", consumer), ("producer_registers", producer)):
         if count % 8 or not 24 <= count <= 240:
             problems.append(f"{role}={count} is not a multiple of 8 from 24 to 240")
-    # setmaxnreg moves registers inside what the launch was given; more than that waits for ever.
-    threads = 3 * WARPGROUP
-    at_launch = REGISTER_FILE // threads // 8 * 8 * threads
+    at_launch = registers_at_launch(3 * WARPGROUP)
     roles = WARPGROUP * (producer + 2 * consumer)
     if roles > at_launch:
         problems.append(f"the roles' registers, {roles}, exceed the CTA's {at_launch}")

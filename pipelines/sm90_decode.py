@@ -16,9 +16,9 @@ from fa4.pipelines.sm90 import (
     BARRIER_BYTES,
     ELEMENT_BYTES,
     OTHER_REGISTERS,
-    REGISTER_FILE,
     SMEM_BYTES,
     WARPGROUP,
+    registers_at_launch,
 )
 
 # TMA writes rows of eight at a time in the pattern that wgmma reads; fewer cannot be one copy.
@@ -67,7 +67,7 @@ class DecodeSchedule:
     @property
     def moves_registers(self) -> bool:
         """Whether the launch gives a consumer too few, so that it takes the producer's."""
-        at_launch = REGISTER_FILE // (self.threads * self.ctas_per_sm)
+        at_launch = registers_at_launch(self.threads, self.ctas_per_sm) // self.threads
         return at_launch < self.consumer_registers
 
     @property
@@ -129,8 +129,9 @@ class DecodeSchedule:
             if count % 8 or not 24 <= count <= 240:
                 problems.append(f"{role}={count} is not a multiple of 8 from 24 to 240")
         roles = WARPGROUP * (self.producer_registers + self.warpgroups * self.consumer_registers)
-        if roles * self.ctas_per_sm > REGISTER_FILE:
-            problems.append(f"the roles' registers, {roles}, exceed a CTA's share of the file")
+        at_launch = registers_at_launch(self.threads, self.ctas_per_sm)
+        if roles > at_launch:
+            problems.append(f"the roles' registers, {roles}, exceed the CTA's {at_launch}")
         needed = self.accumulator_registers + OTHER_REGISTERS
         if needed > self.consumer_registers:
             problems.append(
@@ -211,7 +212,7 @@ def decode_plan(
     warpgroups = 1 if packed_rows <= 64 else 2
     fits_one_tile = packed_rows <= 64 * warpgroups
     shapes = [
-        Shape(tile_n, stages, 1, 240 if warpgroups == 1 else 224, 64)
+        Shape(tile_n, stages, 1, *((240, 64) if warpgroups == 1 else (224, 56)))
         for tile_n in (128, 64, 32)
         for stages in (4, 3, 2)
     ]

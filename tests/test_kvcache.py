@@ -497,6 +497,10 @@ def test_every_problem_has_a_schedule_within_budget(
         schedule = plan.schedule  # whose construction checks the budgets
         assert schedule.tile_m >= min(packed_rows, 128) or schedule.tile_m == 128
         assert schedule.is_balanced == (num_splits == 0 and packed_rows <= 128)
+        # Registers at launch are the same for every thread, and a multiple of 8.
+        at_launch = 65_536 // (schedule.threads * schedule.ctas_per_sm) // 8 * 8 * schedule.threads
+        consumers = schedule.warpgroups * schedule.consumer_registers
+        assert 128 * (schedule.producer_registers + consumers) <= at_launch
 
 
 @pytest.mark.parametrize(
@@ -509,12 +513,21 @@ def test_every_problem_has_a_schedule_within_budget(
         ({"stages": 4}, "shared memory"),
         ({"warpgroups": 3}, "warpgroups=3"),
         ({"consumer_registers": 100}, "100 is not a multiple of 8"),
+        ({"consumer_registers": 240}, "the roles' registers, 40960, exceed the CTA's 32768"),
     ],
 )
 def test_a_schedule_that_would_hang_or_spill_cannot_be_made(changes, words) -> None:
     schedule = chosen()
     with pytest.raises(ValueError, match=words):
         dataclasses.replace(schedule, **changes)
+
+
+def test_registers_that_fill_the_file_but_not_the_launch_would_hang() -> None:
+    """65,536 divided among 384 threads, in units of 8, are 1,024 fewer."""
+    schedule = chosen(seqlen_q=20)
+    assert schedule.warpgroups == 2
+    with pytest.raises(ValueError, match="the roles' registers, 65536, exceed the CTA's 64512"):
+        dataclasses.replace(schedule, consumer_registers=224, producer_registers=64)
 
 
 @pytest.mark.parametrize(

@@ -429,11 +429,15 @@ def _matrix_rows(e: Emitter, i: Instruction, m: Modifiers) -> None:
 
 @instruction("setmaxnreg")
 def _set_registers(e: Emitter, i: Instruction, m: Modifiers) -> None:
-    m.required("inc", "dec")
+    direction = m.required("inc", "dec")
     m.required("sync")
     m.required("aligned")
     m.kind("u32")
-    e.line(f"w.set_registers({_uniform(e, i.operands[0])}, full)")
+    count = _uniform(e, i.operands[0])
+    if direction == "inc":
+        e.line(f"if not w.take_registers({count}, full): return -1")
+    else:
+        e.line(f"w.give_registers({count}, full)")
 
 
 @instruction("wgmma.fence.sync.aligned")

@@ -22,6 +22,7 @@ from fa4.emulator.parallel import num_processes, run_clusters
 from fa4.emulator.ptx import SharedVariable
 from fa4.emulator.race_detector import RaceDetector
 from fa4.emulator.register_kinds import LANES
+from fa4.emulator.register_pool import RegisterPool
 from fa4.emulator.scheduler import Scheduler, policy
 from fa4.emulator.tensor_memory import TensorMemory
 from fa4.emulator.translate import Program, translate
@@ -134,6 +135,7 @@ class Cta:
     cluster_barrier: ClusterBarrier
     races: RaceDetector | None = None
     named_barriers: NamedBarriers = field(default_factory=NamedBarriers)
+    register_pool: RegisterPool = field(init=False)
     mbarriers: MBarriers = field(init=False)
     matrix_units: list[WarpgroupMma] = field(init=False)
     tensor_memory: TensorMemory = field(init=False)
@@ -144,6 +146,7 @@ class Cta:
     def __post_init__(self) -> None:
         self.mbarriers = MBarriers(self.rank)
         count = -(-self.threads // LANES)
+        self.register_pool = RegisterPool(count, self.program.kernel.ctas_per_sm)
         self.matrix_units = [WarpgroupMma(self.shared) for _ in range(-(-count // 4))]
         self.tensor_memory = TensorMemory(
             f"tensor memory of CTA rank {self.rank}", self.launch_state.options.check_unwritten

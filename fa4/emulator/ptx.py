@@ -121,6 +121,7 @@ class Kernel:
     labels: dict[str, int] = field(default_factory=dict)  # label: index of the next instruction
     branch_targets: dict[str, tuple[str, ...]] = field(default_factory=dict)  # tables of brx.idx
     reqntid: tuple[int, int, int] | None = None
+    ctas_per_sm: int = 1  # that the assembler leaves registers for
 
     def register_type(self, name: str) -> str | None:
         """Declared type without its dot ("b32", "pred"), or None for a name that is no register."""
@@ -347,7 +348,9 @@ class _Parser:
             token = stream.next()
             if token.text == ".reqntid":
                 kernel.reqntid = self.dimensions()
-            elif token.text in (".maxntid", ".minnctapersm", ".maxnreg", ".reqnctapercluster"):
+            elif token.text == ".minnctapersm":
+                kernel.ctas_per_sm = self.dimensions()[0]
+            elif token.text in (".maxntid", ".maxnreg", ".reqnctapercluster"):
                 self.dimensions()
             elif token.text not in (".explicitcluster", ".blocksareclusters"):
                 raise PtxSyntaxError(
@@ -584,6 +587,7 @@ BLOCKING = (
     "barrier.cluster.wait",
     "tcgen05.alloc",
     "wgmma.fence",
+    "setmaxnreg.inc",
 )
 
 

@@ -674,7 +674,23 @@ class Warp:
 
     # -- warpgroups ------------------------------------------------------------------------------
 
-    def set_registers(self, count: int, full: bool) -> None:
+    def give_registers(self, count: int, full: bool) -> None:
+        self._check_registers(count, full)
+        self.cta.register_pool.give(self.index, count)
+
+    def take_registers(self, count: int, full: bool) -> bool:
+        """False to wait until other warps have given enough."""
+        self._check_registers(count, full)
+        pool = self.cta.register_pool
+        if pool.take(self.index, count):
+            return True
+        self.wait_for(
+            lambda: pool.has(self.index, count),
+            lambda: f"{count} registers a thread ({pool.free // LANES} of its CTA's are free)",
+        )
+        return False
+
+    def _check_registers(self, count: int, full: bool) -> None:
         self.require_whole(full, "setmaxnreg")
         if not 24 <= count <= 256 or count % 8:
             raise EmulationError(

@@ -21,6 +21,7 @@ HEADER = """
 .address_size 64
 .extern .shared .align 1024 .b8 dynamic[];
 .visible .entry kernel({parameters})
+{directives}
 {{
     .reg .pred %p<64>;
     .reg .b16 %h<64>;
@@ -42,11 +43,12 @@ DTYPES = {
 }
 
 
-def kernel_text(body: str, arrays: int) -> str:
+def kernel_text(body: str, arrays: int, min_ctas: int = 1) -> str:
     """A whole module around a body, with one pointer parameter an array."""
+    directives = f".minnctapersm {min_ctas}" if min_ctas > 1 else ""
     parameters = ", ".join(f".param .u64 p{index}" for index in range(arrays))
     loads = "".join(f"    ld.param.b64 %rd{index}, [p{index}];\n" for index in range(arrays))
-    return HEADER.format(parameters=parameters) + loads + body + FOOTER
+    return HEADER.format(parameters=parameters, directives=directives) + loads + body + FOOTER
 
 
 def run_body(
@@ -57,6 +59,7 @@ def run_body(
     grid: int = 1,
     cluster: int = 1,
     shared_bytes: int = 1024,
+    min_ctas: int = 1,
     **options: Any,
 ) -> Statistics:
     """Run a body; %rd0, %rd1, ... are the addresses of the arrays, which it may write."""
@@ -67,7 +70,7 @@ def run_body(
     params = b"".join(struct.pack("<Q", array.ctypes.data) for array in arrays)
     launch = Launch(
         "kernel",
-        kernel_text(body, len(arrays)),
+        kernel_text(body, len(arrays), min_ctas),
         (grid, 1, 1),
         (threads, 1, 1),
         (cluster, 1, 1),

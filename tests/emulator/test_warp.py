@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from fa4.emulator.errors import BarrierMisuse, Deadlock, EmulationError, Misaligned, UnwrittenRead
+from fa4.emulator.scheduler import NAMES
 from tests.emulator.ptx_kernels import run_body
 
 STORE_R1 = "mad.lo.u64 %rd50, %rd60, 4, %rd0;\nst.global.b32 [%rd50], %r1;\n"
@@ -291,3 +292,30 @@ def test_register_counts_are_checked() -> None:
     run_body("setmaxnreg.inc.sync.aligned.u32 240;\n")
     with pytest.raises(EmulationError, match="asks for 241 registers"):
         run_body("setmaxnreg.inc.sync.aligned.u32 241;\n")
+
+
+CONSUMERS_ASK = """
+setp.lt.u32 %p1, %r60, 128;
+@%p1 bra give;
+setmaxnreg.inc.sync.aligned.u32 {consumer};
+bra end;
+give:
+setmaxnreg.dec.sync.aligned.u32 {producer};
+end:
+"""
+
+
+@pytest.mark.parametrize("schedule", NAMES)
+def test_registers_that_no_warp_gives_are_waited_for_for_ever(schedule: str) -> None:
+    """A multiprocessor has 65,536, of which each of 384 threads gets 168 at launch."""
+    options = {"threads": 384, "schedule": schedule}
+    run_body(CONSUMERS_ASK.format(consumer=224, producer=56), **options)
+    with pytest.raises(Deadlock, match=r"224 registers a thread \(\d+ of its CTA's are free\)"):
+        run_body(CONSUMERS_ASK.format(consumer=224, producer=64), **options)
+
+
+def test_registers_are_fewer_for_a_cta_that_shares_the_multiprocessor() -> None:
+    text = CONSUMERS_ASK.format(consumer=176, producer=80)
+    run_body(text, threads=256, min_ctas=2)
+    with pytest.raises(Deadlock, match="184 registers a thread"):
+        run_body(text.replace("176", "184"), threads=256, min_ctas=2)
