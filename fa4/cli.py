@@ -397,8 +397,9 @@ that into an error.
 
 Every kernel listed takes every mask (causal, window, both), a softcap from 0.001 to 4096, softmax
 scales of either sign up to 1e30, any ratio of `heads_q` to `heads_kv`, dense and packed tensors
-with or without `seqused`, and lengths from 0. Tensors need a unit stride in the last dimension;
-their other strides and their addresses must be multiples of 16 bytes.
+with or without `seqused`, and lengths from 0. Tensors need a unit stride in the last dimension; for
+forward their other strides and their addresses must be multiples of 16 bytes, for a kv cache they
+may be any.
 
 The reference takes fp64, fp32, bf16 and fp16, every head dimension, and gives gradients.
 """

@@ -36,7 +36,7 @@ from fa4.kvcache_launch import (
 )
 from fa4.kvcache_problem import check_cache_contents, describe_kvcache
 from fa4.launch import multiprocessor_count
-from fa4.problem import DTYPE_NAMES, layout_fault
+from fa4.problem import DTYPE_NAMES, TMA_ALIGNMENT, layout_fault
 from fa4.reference_kvcache import combine_reference, kvcache_reference
 
 EMULATED_MULTIPROCESSORS = 4
@@ -79,7 +79,8 @@ def flash_attn_with_kvcache(
     k_cache  (batch, rows, heads_kv, head_dim); with page_table (pages, page_size, heads_kv,
              head_dim), any page size from 1
     v_cache  likewise with head_dim_v
-             any strides with a unit last one and the others multiples of 16 bytes; never copied
+             any strides with a unit last one; never copied. Kernels are fastest where the other
+             strides and the addresses are multiples of 16 bytes, as for q, k, v and out too
     k, v     (batch, seqlen_new, heads_kv, head_dim[_v]), or packed with cu_seqlens_k_new: written
              to the cache behind the positions in use, before attending
 
@@ -177,6 +178,10 @@ def flash_attn_with_kvcache(
                 ),
             )
             launch = _launches.get(key)
+            if launch is None:
+                launch = _launches.get(
+                    _with_addresses(key, q, k_cache, v_cache, k, v, rotary_cos, rotary_sin, out)
+                )
         except (AttributeError, TypeError):
             pass  # something is no tensor, or a window is a list: the walk sees to it
     if launch is not None and not is_checked():
@@ -406,6 +411,16 @@ _launches: dict[tuple[Any, ...], KVCacheLaunch] = {}
 MAX_LAUNCHES = 4096
 
 
+def _with_addresses(key: tuple[Any, ...], *tensors: Any) -> tuple[Any, ...]:
+    """The key of a launch for tensors that lie where these do.
+
+    Kernels for aligned tensors find odd addresses out themselves, so that the usual key need not
+    have any; those for odd ones are slow, and must not be found for aligned tensors.
+    """
+    places = [0 if tensor is None else tensor.data_ptr() % TMA_ALIGNMENT for tensor in tensors]
+    return (*key, *places) if any(places) else key
+
+
 def _shape_of(tensor: Any) -> Any:
     return None if tensor is None else tensor.shape
 
@@ -482,7 +497,7 @@ def _walk(
     if key is not None:
         if len(_launches) >= MAX_LAUNCHES:
             _launches.clear()
-        _launches[key] = launch
+        _launches[_with_addresses(key, *tensors[:7], tensors.out)] = launch
     return _launch(launch, tensors, vectors, wants_lse)
 
 

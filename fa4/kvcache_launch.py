@@ -127,6 +127,8 @@ def features_of(problem: KVCacheProblem) -> DecodeFeatures:
         packed_new=problem.packed_new,
         has_leftpad=problem.has_leftpad,
         addressing=problem.addressing,
+        cache_align=problem.cache_align,
+        q_align=_full_or_none(problem.q_align),
     )
 
 
@@ -144,7 +146,16 @@ def append_features_of(problem: KVCacheProblem) -> AppendFeatures | None:
         packed_new=problem.packed_new,
         addressing=problem.addressing,
         has_rotary_seqlens=problem.has_rotary_seqlens,
+        cache_align=_full_or_none(problem.cache_align),
+        new_align=_full_or_none(
+            problem.new_align if problem.rotary is None else min(problem.new_align, problem.q_align)
+        ),
     )
+
+
+def _full_or_none(align: int) -> int:
+    """Alignments that a kernel tells apart where speed is no concern: 16, or 2 for any."""
+    return 16 if align == 16 else 2
 
 
 def plan_of(problem: KVCacheProblem, multiprocessors: int) -> DecodePlan:

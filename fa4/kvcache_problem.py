@@ -21,7 +21,8 @@ from fa4.problem import (
     _check_sink,
     _real,
     check_window,
-    layout_fault,
+    last_stride_fault,
+    widest_access,
 )
 from fa4.reference import mask_bounds
 
@@ -60,6 +61,9 @@ class KVCacheProblem:
     has_rotary_seqlens  rotary_seqlens is given
     num_splits      0 is automatic
     layout_fault    why a kernel cannot address one of the tensors, None if it can
+    cache_align     bytes, up to 16, that the caches' addresses and strides are multiples of
+    q_align         likewise of q and the output
+    new_align       likewise of k, v and the rotary tables
     """
 
     dtype: str
@@ -90,6 +94,9 @@ class KVCacheProblem:
     table_pages: int = 0
     has_equal_lengths: bool = False
     layout_fault: str | None = None
+    cache_align: int = 16
+    q_align: int = 16
+    new_align: int = 16
 
     @property
     def group(self) -> int:
@@ -144,6 +151,9 @@ class KVCacheProblem:
             (self.has_new, f"{self.new_rows} {'packed ' if self.packed_new else ''}rows appended"),
             (self.rotary, f"{self.rotary} rotary of {self.rotary_dim} dims"),
             (self.num_splits, f"{self.num_splits} splits"),
+            (self.cache_align < 16, f"caches aligned to {self.cache_align} bytes"),
+            (self.q_align < 16, f"q or out aligned to {self.q_align} bytes"),
+            (self.new_align < 16, f"k, v or rotary tables aligned to {self.new_align} bytes"),
         ):
             if present:
                 options.append(words)
@@ -259,13 +269,12 @@ def describe_kvcache(
     if cap < 0.0:
         raise ValueError(f"softcap={softcap} is negative; use 0 for none or a positive cap.")
     left, right = mask_bounds(bool(causal), check_window(window_size))
-    faults = [layout_fault(name, t) for name, t in (*given, ("out", out)) if t is not None]
     rotary = None
     if rotary_dim:
         rotary = "interleaved" if rotary_interleaved else "half"
-        for name, table in (("rotary_cos", rotary_cos), ("rotary_sin", rotary_sin)):
-            assert table is not None
-            faults.append(layout_fault(name, table))
+    tables = (("rotary_cos", rotary_cos), ("rotary_sin", rotary_sin))
+    named = (*given, ("out", out), *tables)
+    faults = [last_stride_fault(name, t) for name, t in named if t is not None]
     return KVCacheProblem(
         dtype=DTYPE_NAMES[q.dtype],
         batch=batch,
@@ -299,6 +308,9 @@ def describe_kvcache(
             or not (isinstance(cache_seqlens, Tensor) or packed_new or cache_leftpad is not None)
         ),
         layout_fault=next(filter(None, faults), None),
+        cache_align=widest_access(k_cache, v_cache),
+        q_align=widest_access(*(t for t in (q, out) if t is not None)),
+        new_align=widest_access(*(t for t in (k, v, rotary_cos, rotary_sin) if t is not None)),
     )
 
 

@@ -222,8 +222,9 @@ def layout_fault(name: str, tensor: Tensor, is_clipped: bool = False) -> str | N
     size = tensor.element_size()
     if tensor.numel() == 0:
         return None
-    if tensor.stride(-1) != 1 and tensor.shape[-1] > 1:
-        return f"{name} has stride {tensor.stride(-1)} in its last dimension; it must be 1"
+    fault = last_stride_fault(name, tensor)
+    if fault is not None:
+        return fault
     for mode in range(tensor.dim() - 1):
         if tensor.shape[mode] > 1 and tensor.stride(mode) * size % TMA_ALIGNMENT:
             return (
@@ -241,6 +242,25 @@ def layout_fault(name: str, tensor: Tensor, is_clipped: bool = False) -> str | N
                 f"{MAX_COORDINATE} times the common divisor of its batch and row strides, {unit}"
             )
     return None
+
+
+def last_stride_fault(name: str, tensor: Tensor) -> str | None:
+    """Why a kernel cannot read rows of a tensor as one piece, or None."""
+    if tensor.numel() and tensor.stride(-1) != 1 and tensor.shape[-1] > 1:
+        return f"{name} has stride {tensor.stride(-1)} in its last dimension; it must be 1"
+    return None
+
+
+def widest_access(*tensors: Tensor) -> int:
+    """The most bytes, up to 16, of which all addresses and strides in use are multiples."""
+    together = TMA_ALIGNMENT
+    for tensor in tensors:
+        if tensor.numel():
+            together |= tensor.data_ptr()
+            for extent, stride in zip(tensor.shape[:-1], tensor.stride()[:-1], strict=True):
+                if extent > 1:
+                    together |= stride * tensor.element_size()
+    return together & -together
 
 
 def check_window(window_size: Any) -> tuple[int | None, int | None]:

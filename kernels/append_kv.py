@@ -5,7 +5,8 @@
 
 with p = cache_seqlens[b] and t = rotary_seqlens[b], else p. For any architecture.
 
-A thread moves the 16 bytes of one chunk of one head; the third grid dimension says of what: keys,
+A thread moves the 16 bytes of one chunk of one head (in single elements where tensors are not
+16-byte aligned); the third grid dimension says of what: keys,
 values or queries. There is nothing to share and nothing to wait for.
 """
 
@@ -18,7 +19,7 @@ import cutlass.cute as cute
 from cutlass import BFloat16, Boolean, Float16, Float32, Int32, Int64, const_expr
 
 from fa4.kernels.blocks.gqa_packing import divide
-from fa4.kernels.blocks.paging import CHUNK, Addressing, locate_position
+from fa4.kernels.blocks.paging import CHUNK, Addressing, locate_position, vector_at
 from fa4.kernels.blocks.rotary import load_vector, rotated_chunk
 from fa4.kernels.features import AppendFeatures
 
@@ -73,8 +74,9 @@ class AppendKV:
         mQ, mRotated  (batch, rows, heads_q, dim) or packed (total, heads_q, dim), with rotary
         mKNew, mVNew  (batch, rows, heads_kv, dim) or packed (total, heads_kv, dim)
         mK, mV        (slots, rows, heads_kv, dim)
-                      all with a unit last stride, and the others multiples of 16 bytes
-        mCos, mSin    (positions, rotary_dim / 2), rows 16-byte aligned
+        mCos, mSin    (positions, rotary_dim / 2)
+                      all with a unit last stride; addresses and other strides as the features'
+                      new_align and cache_align say, those of mRotated multiples of 16 bytes
         mLengths      (batch,) positions in use: where the first new key goes
         mTurned       (batch,) position by which the first new key is rotated
         mCuQ, mCuNew  (batch + 1,) where those are packed
@@ -155,10 +157,11 @@ class AppendKV:
                     if const_expr(cos is not None):
                         turn = self.position(lengths, batch_idx) + i
                         values = self.rotate(source, chunk, cos, sin, turn)
-                        self.store_chunk(target, chunk, values)
+                        self.store_chunk(target, chunk, values, self.features.cache_align)
                     else:
-                        values = load_vector(source + Int64(chunk * CHUNK), CHUNK)
-                        self.store_chunk(target, chunk, values)
+                        source = source + Int64(chunk * CHUNK)
+                        values = load_vector(source, CHUNK, self.features.new_align)
+                        self.store_chunk(target, chunk, values, self.features.cache_align)
 
     @cute.jit
     def rotate_query(
@@ -182,7 +185,7 @@ class AppendKV:
                     turn = turn + i
                 source = mQ.iterator + self.row_offset(mQ, token, head)
                 target = mRotated.iterator + self.row_offset(mRotated, token, head)
-                self.store_chunk(target, chunk, self.rotate(source, chunk, cos, sin, turn))
+                self.store_chunk(target, chunk, self.rotate(source, chunk, cos, sin, turn), 16)
 
     def split(self, tensor: cute.Tensor, index: Int32):
         """(token over all sequences, head, chunk of the head) of a chunk's index."""
@@ -248,15 +251,21 @@ class AppendKV:
             sin.iterator + Int64(turn) * Int64(sin.stride[0]),
             2 * cos.shape[1],
             self.features.rotary == "interleaved",
+            self.features.new_align,
         )
 
     @cute.jit
-    def store_chunk(self, row: cute.Pointer, chunk: Int32, values: cute.Tensor):
+    def store_chunk(
+        self,
+        row: cute.Pointer,
+        chunk: Int32,
+        values: cute.Tensor,
+        align: cutlass.Constexpr[int],
+    ):
         """Round a chunk and store it in its head."""
         rounded = cute.make_rmem_tensor(CHUNK, self.dtype)
         rounded.store(values.load().to(self.dtype))
-        target = cute.make_tensor((row + Int64(chunk * CHUNK)).align(16), cute.make_layout(CHUNK))
-        target.store(rounded.load())
+        vector_at(row + Int64(chunk * CHUNK), CHUNK, align).store(rounded.load())
 
 
 def compile_append(features: AppendFeatures, schedule: None, arch: str, options: str = ""):
@@ -275,16 +284,18 @@ def compile_append(features: AppendFeatures, schedule: None, arch: str, options:
     new_modes = 3 if features.packed_new else 4
     table_modes = {"own": 0, "batch_idx": 1, "page_table": 2}[features.addressing]
     angles = DTYPES.get(features.rotary_dtype)
+    new_align, cache_align = features.new_align, features.cache_align
+    angle_align = max(new_align, angles.width // 8) if rotates else None
     return cute.compile(
         AppendKV(features),
+        strided(dtype, q_modes, rotates, align=new_align),
         strided(dtype, q_modes, rotates, align=16),
-        strided(dtype, q_modes, rotates, align=16),
-        strided(dtype, new_modes, align=16),
-        strided(dtype, new_modes, align=16),
-        strided(dtype, 4, align=16),
-        strided(dtype, 4, align=16),
-        strided(angles, 2, rotates, align=16),
-        strided(angles, 2, rotates, align=16),
+        strided(dtype, new_modes, align=new_align),
+        strided(dtype, new_modes, align=new_align),
+        strided(dtype, 4, align=cache_align),
+        strided(dtype, 4, align=cache_align),
+        strided(angles, 2, rotates, align=angle_align),
+        strided(angles, 2, rotates, align=angle_align),
         strided(Int32, 1, rotates and features.packed_q),
         strided(Int32, 1),
         strided(Int32, 1, features.packed_new),

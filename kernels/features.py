@@ -226,6 +226,10 @@ class PrepareFeatures:
 # index, in one that cache_batch_idx names, or in pages that a page table names.
 CACHE_ADDRESSING = ("own", "batch_idx", "page_table")
 
+# Bytes that the addresses and strides of tensors are multiples of. Below 16 there is no TMA, and
+# rows are read and written in pieces of so many bytes: slower, and the same to the bit.
+ALIGNMENTS = (16, 8, 4, 2)
+
 
 @dataclass(frozen=True)
 class DecodeFeatures:
@@ -236,6 +240,8 @@ class DecodeFeatures:
     packed_new           lengths of the appended keys are in cu_seqlens_k_new
     has_leftpad          positions in front of cache_leftpad are not in use
     addressing           one of `CACHE_ADDRESSING`
+    cache_align          of the caches, one of `ALIGNMENTS`
+    q_align              of q and the output: 16, or 2 for any
     """
 
     dtype: str
@@ -249,6 +255,8 @@ class DecodeFeatures:
     packed_new: bool = False
     has_leftpad: bool = False
     addressing: str = "own"
+    cache_align: int = 16
+    q_align: int = 16
 
     def __post_init__(self) -> None:
         for name, allowed in (
@@ -258,6 +266,8 @@ class DecodeFeatures:
             ("score", SCORE_TRANSFORMS),
             ("sink_dtype", SINK_DTYPES),
             ("addressing", CACHE_ADDRESSING),
+            ("cache_align", ALIGNMENTS),
+            ("q_align", (16, 2)),
         ):
             if getattr(self, name) not in allowed:
                 raise ValueError(f"{name}={getattr(self, name)!r} is not one of {allowed}")
@@ -280,6 +290,8 @@ class DecodeFeatures:
                 (self.has_leftpad, "leftpad"),
                 (self.addressing == "batch_idx", "batchidx"),
                 (self.addressing == "page_table", "pages"),
+                (self.cache_align < 16, f"cachealign{self.cache_align}"),
+                (self.q_align < 16, f"qalign{self.q_align}"),
             )
             if present
         ]
@@ -298,6 +310,8 @@ class AppendFeatures:
     packed_new          k and v are packed with cu_seqlens_k_new
     addressing          one of `CACHE_ADDRESSING`
     has_rotary_seqlens  positions are given apart from where keys are written
+    cache_align         of the caches: 16, or 2 for any
+    new_align           of k, v, q and the tables, likewise
     """
 
     dtype: str
@@ -308,6 +322,8 @@ class AppendFeatures:
     packed_new: bool = False
     addressing: str = "own"
     has_rotary_seqlens: bool = False
+    cache_align: int = 16
+    new_align: int = 16
 
     def __post_init__(self) -> None:
         for name, allowed in (
@@ -315,6 +331,8 @@ class AppendFeatures:
             ("rotary", (None, "interleaved", "half")),
             ("rotary_dtype", SINK_DTYPES if self.rotary else (None,)),
             ("addressing", CACHE_ADDRESSING),
+            ("cache_align", (16, 2)),
+            ("new_align", (16, 2)),
         ):
             if getattr(self, name) not in allowed:
                 raise ValueError(f"{name}={getattr(self, name)!r} is not one of {allowed}")
@@ -334,6 +352,8 @@ class AppendFeatures:
                 (self.has_rotary_seqlens, "positions"),
                 (self.addressing == "batch_idx", "batchidx"),
                 (self.addressing == "page_table", "pages"),
+                (self.cache_align < 16, f"cachealign{self.cache_align}"),
+                (self.new_align < 16, f"newalign{self.new_align}"),
             )
             if present
         ]

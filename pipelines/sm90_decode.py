@@ -23,6 +23,7 @@ from fa4.pipelines.sm90 import (
 
 # TMA writes rows of eight at a time in the pattern that wgmma reads; fewer cannot be one copy.
 MIN_COPY_ROWS = 8
+TMA_ALIGNMENT = 16  # bytes, of addresses and strides
 
 
 @dataclass(frozen=True)
@@ -34,7 +35,7 @@ class DecodeSchedule:
     tile_n                 keys of a block
     stages                 K and V buffers of each kind
     copy_rows              rows of one TMA copy, which lie in one page; 0: pages are too small for
-                           TMA, and a warpgroup gathers rows with cp.async
+                           TMA or rows not aligned for it, and a warpgroup gathers rows
     is_balanced            keys are divided into equal shares of all CTAs; else into a number of
                            splits that the call states (`kernels.blocks.key_splits`)
     merges                 partial results may arise, and the last CTA of a tile merges them
@@ -85,7 +86,7 @@ class DecodeSchedule:
     @property
     def description(self) -> str:
         """One line for people."""
-        rows = f"TMA of {self.copy_rows} rows" if self.copy_rows else "rows gathered by cp.async"
+        rows = f"TMA of {self.copy_rows} rows" if self.copy_rows else "rows gathered"
         if self.is_balanced:
             division = "keys in equal shares of all CTAs"
         else:
@@ -145,10 +146,13 @@ class DecodeSchedule:
             raise ValueError(f"{self}: " + "; ".join(problems))
 
 
-def copy_rows(page_size: int | None, tile_n: int) -> int:
-    """Rows of one TMA copy for a page size (None: no pages), 0 where rows must be gathered."""
+def copy_rows(page_size: int | None, tile_n: int, cache_align: int = TMA_ALIGNMENT) -> int:
+    """Rows of one TMA copy for a page size (None: no pages), 0 where rows must be gathered.
+
+    cache_align  bytes that the caches' addresses and strides are multiples of
+    """
     rows = tile_n if page_size is None else math.gcd(page_size, tile_n)
-    return rows if rows >= MIN_COPY_ROWS else 0
+    return rows if rows >= MIN_COPY_ROWS and cache_align >= TMA_ALIGNMENT else 0
 
 
 class DecodeNumbers(NamedTuple):
@@ -220,7 +224,9 @@ def decode_plan(
         num_splits == 0
         and warpgroups == 1
         and (features.head_dim, features.head_dim_v) == (128, 128)
-        and wants_two_ctas(tiles, page_size, multiprocessors, has_equal_lengths)
+        and wants_two_ctas(
+            tiles, page_size, multiprocessors, has_equal_lengths, features.cache_align
+        )
     ):
         shapes.insert(0, TWO_CTAS)
     for shape in shapes:
@@ -237,7 +243,7 @@ def decode_plan(
                 head_dim=features.head_dim,
                 head_dim_v=features.head_dim_v,
                 warpgroups=warpgroups,
-                copy_rows=copy_rows(page_size, shape.tile_n),
+                copy_rows=copy_rows(page_size, shape.tile_n, features.cache_align),
                 is_balanced=is_balanced,
                 merges=is_balanced or splits > 1,
                 **shape._asdict(),
@@ -265,7 +271,11 @@ TWO_CTAS = Shape(64, 3, 2, 176, 80)
 
 
 def wants_two_ctas(
-    tiles: int, page_size: int | None, multiprocessors: int, has_equal_lengths: bool
+    tiles: int,
+    page_size: int | None,
+    multiprocessors: int,
+    has_equal_lengths: bool,
+    cache_align: int = TMA_ALIGNMENT,
 ) -> bool:
     """Whether two CTAs an SM read faster than one, for head dim 128.
 
@@ -276,7 +286,8 @@ def wants_two_ctas(
     4.46, 4.45 and 4.47. Few tiles want one: batch 1 of 65536 keys 3.74 and 3.51. So do whole tiles
     of lengths that the host knows to be equal: batch 32 4.49, batch 128 4.50.
     """
-    has_short_copies = copy_rows(page_size, TWO_CTAS.tile_n) < TWO_CTAS.tile_n
+    rows = copy_rows(page_size, TWO_CTAS.tile_n, cache_align)
+    has_short_copies = rows < TWO_CTAS.tile_n
     return tiles >= multiprocessors and (has_short_copies or not has_equal_lengths)
 
 

@@ -46,6 +46,8 @@ class CacheCase:
     tail_q         rows of q behind the last packed sequence
     shuffled       the cache has more entries than sequences, and cache_batch_idx names theirs
     heads_first    caches are (slots, heads, rows, dim) in memory, K and V in one buffer
+    apart          elements between neighbouring heads of a cache, and in front of the first
+    apart_new      likewise of q, k, v and the rotary tables' rows, and of a caller's output
     max_seqlen_q   passed on; "true" is the longest
     num_splits     passed on
     """
@@ -74,6 +76,8 @@ class CacheCase:
     tail_q: int = 0
     shuffled: bool = False
     heads_first: bool = False
+    apart: int = 0
+    apart_new: int = 0
     max_seqlen_q: bool = False
     num_splits: int = 0
 
@@ -104,7 +108,10 @@ class CacheCase:
             f"h{self.heads_q}-{self.heads_kv}",
             f"d{self.head_dim}" + (f"-{self.dim_v}" if self.dim_v != self.head_dim else ""),
         ]
-        for name in ("new", "page_size", "leftpad", "softcap", "softmax_scale", "rotary"):
+        for name in (
+            *("new", "page_size", "leftpad", "softcap", "softmax_scale", "rotary"),
+            *("apart", "apart_new"),
+        ):
             value = getattr(self, name)
             if value:
                 parts.append(name + (few(value) if isinstance(value, tuple) else str(value)))
@@ -190,15 +197,18 @@ def make_cache_inputs(
 
     # Caches: NaN everywhere but in the positions in use.
     dims = (case.head_dim, case.dim_v)
-    storage = torch.full((slots * rows * heads_kv * sum(dims),), NAN, device=device)
+    apart = case.apart
+    wide = [dim + apart for dim in dims]
+    storage = torch.full((apart + slots * rows * heads_kv * sum(wide),), NAN, device=device)
     storage = storage.to(case.dtype)
     if case.heads_first:
-        both = storage.view(slots, heads_kv, rows, sum(dims)).transpose(1, 2)
-        k_cache, v_cache = both.split(dims, dim=-1)
+        both = storage[apart:].view(slots, heads_kv, rows, sum(wide)).transpose(1, 2)
+        k_cache, v_cache = both.split(wide, dim=-1)
     else:
-        k_cache, v_cache = storage.split([slots * rows * heads_kv * dim for dim in dims])
-        k_cache = k_cache.view(slots, rows, heads_kv, dims[0])
-        v_cache = v_cache.view(slots, rows, heads_kv, dims[1])
+        k_cache, v_cache = storage[apart:].split([slots * rows * heads_kv * dim for dim in wide])
+        k_cache = k_cache.view(slots, rows, heads_kv, wide[0])
+        v_cache = v_cache.view(slots, rows, heads_kv, wide[1])
+    k_cache, v_cache = k_cache[..., : dims[0]], v_cache[..., : dims[1]]
     addressing = CacheAddressing(arguments.get("page_table"), arguments.get("cache_batch_idx"))
     for b, (begin, end) in enumerate(live_positions(case)):
         position = torch.arange(begin, min(end, case.lengths[b]), device=device)
@@ -236,7 +246,19 @@ def make_cache_inputs(
     if case.sink is not None:
         sink = torch.randn(case.heads_q, generator=gen, device=device).mul_(2)
         arguments["sink"] = sink.to(case.sink)
+    for name in ("q", "k", "v", "rotary_cos", "rotary_sin"):
+        if name in arguments:
+            arguments[name] = moved_apart(arguments[name], case.apart_new)
     return CacheInputs(case, arguments, storage, seed)
+
+
+def moved_apart(tensor: Tensor, apart: int) -> Tensor:
+    """The same values, ``apart`` elements of NaN in front of the first row and behind each."""
+    *lead, dim = tensor.shape
+    buffer = torch.full((apart + tensor.numel() // dim * (dim + apart),), NAN, device=tensor.device)
+    wide = buffer.to(tensor.dtype)[apart:].view(*lead, dim + apart)
+    wide[..., :dim] = tensor
+    return wide[..., :dim]
 
 
 def live_positions(case: CacheCase) -> list[tuple[int, int]]:
@@ -288,9 +310,17 @@ def check_cache_call(inputs: CacheInputs, backend: str) -> tuple[Tensor, Tensor]
     assert_output_matches(out, lse, inputs)
 
     buffer, given = guarded(out)
+    if case.apart_new:
+        # Rows of the buffer one behind the other, each with a guard of its own.
+        *lead, dim = out.shape
+        buffer, given = guarded(out.new_empty(*lead, dim + case.apart_new))
+        given, behind = given[..., :dim], given[..., dim:]
     returned, lse_again = attend(fresh, backend, out=given)
     assert returned.data_ptr() == given.data_ptr(), f"another tensor than out= came back{context}"
     assert_guards_hold(buffer, context)
+    if case.apart_new:
+        same = bits(behind) == SENTINELS[out.element_size()]
+        assert same.all(), f"{int((~same).sum())} elements between rows of out= changed{context}"
     rows = sum(case.rows_q)
     if case.packed_q:
         padding = bits(given[rows:])

@@ -474,6 +474,7 @@ def test_long_queries_are_split_only_when_there_are_too_few_tiles() -> None:
 )
 def test_a_tma_copy_never_leaves_a_page(page_size: int | None, rows: int) -> None:
     assert copy_rows(page_size, 128) == rows
+    assert copy_rows(page_size, 128, cache_align=8) == 0
     if page_size is not None and rows:
         assert page_size % rows == 0
 
@@ -546,6 +547,28 @@ def test_each_reason_for_the_reference_is_given(changes, words) -> None:
     decision = decide_kvcache(dataclasses.replace(DECODE, **changes), "sm_90a")
     assert decision.kernel is None
     assert words in str(decision)
+
+
+@pytest.mark.parametrize("name", ["q", "k_cache", "v_cache", "k", "v", "out"])
+def test_a_last_stride_that_is_not_1_is_a_reason_for_the_reference(name: str) -> None:
+    given = {"q": torch.zeros(2, 1, 4, 32), "k": torch.zeros(2, 1, 2, 32)}
+    given |= {"out": given["q"].clone(), "v": given["k"].clone()}
+    given |= dict(zip(("k_cache", "v_cache"), cache(), strict=True))
+    given = {key: tensor.bfloat16() for key, tensor in given.items()}
+    wide = given[name]
+    given[name] = torch.cat([wide, wide], dim=-1)[..., ::2]
+    decision = fa4.explain_kvcache(**given, cache_seqlens=1, arch="sm_90a")
+    assert decision.kernel is None
+    assert f"{name} has stride 2 in its last dimension; it must be 1" in str(decision)
+
+
+@pytest.mark.parametrize("align", [16, 8, 4, 2])
+def test_caches_that_tma_cannot_read_are_gathered(align: int) -> None:
+    problem = dataclasses.replace(DECODE, cache_align=align)
+    decision = decide_kvcache(problem, "sm_90a")
+    assert (decision.kernel.schedule.copy_rows == 0) == (align < 16)
+    assert decision.kernel.features.cache_align == align
+    assert ("caches aligned to" in str(decision)) == (align < 16)
 
 
 def test_decisions_are_explained() -> None:

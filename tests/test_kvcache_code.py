@@ -75,6 +75,11 @@ SPECS = {
     "chunk": spec_of(128, {**PAGES, "has_right_bound": True}, 4096, 64),
     "heaviest_tma": spec_of(256, HEAVIEST, 4096, 16),
     "heaviest_gather": spec_of(256, HEAVIEST, 4096, 1),
+    "aligned_to_8": spec_of(128, {"cache_align": 8}, 4, None),
+    "aligned_to_4": spec_of(128, {**PAGES, "cache_align": 4}, 4, 64, tiles=256),
+    "aligned_to_2": spec_of(128, {"cache_align": 2, "q_align": 2}, 4, None),
+    "aligned_to_2_two_ctas": spec_of(128, {**PAGES, "cache_align": 2}, 4, 64, tiles=256),
+    "heaviest_aligned_to_2": spec_of(256, {**HEAVIEST, "cache_align": 2}, 4096, 1),
 }
 
 
@@ -139,14 +144,25 @@ def test_matrix_products_stay_in_flight_until_the_kernel_waits(spec: KernelSpec)
     assert code.count(wait) == 2 * (len(loops) + 1)
 
 
-def test_keys_come_by_tma_or_by_16_byte_copies_never_through_registers(spec: KernelSpec) -> None:
+def test_keys_come_by_tma_or_by_copies_as_wide_as_they_are_aligned(spec: KernelSpec) -> None:
+    """Through registers only where not even 4 bytes can be copied at once."""
     code = code_of(spec)
-    if schedule_of(spec).copy_rows:
-        assert code.count("UTMALDG") > 0
-        assert code.count("LDGSTS") == 0
+    features = spec.features
+    assert isinstance(features, DecodeFeatures)
+    copies = {
+        16: "LDGSTS.E.BYPASS.128",
+        8: "LDGSTS.E.64",
+        4: "LDGSTS.E",
+        2: "LDG.E.U16",
+    }
+    wanted = "UTMALDG" if schedule_of(spec).copy_rows else copies[features.cache_align]
+    found = [i.opcode for i in code.instructions if i.is_a("UTMALDG") or i.is_a("LDGSTS")]
+    if features.cache_align == 2:
+        assert not found
+        assert code.count(wanted) > 0
     else:
-        assert code.count("UTMALDG") == 0
-        assert code.count("LDGSTS") == code.count("LDGSTS.E.BYPASS.128") > 0
+        assert found
+        assert all(opcode.startswith(wanted) for opcode in found)
 
 
 def test_parts_are_counted_exactly_where_tiles_may_be_split(spec: KernelSpec) -> None:

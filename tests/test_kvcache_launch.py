@@ -13,7 +13,7 @@ from torch import Tensor
 import fa4
 from fa4 import kvcache
 from fa4.compiler import KernelSpec
-from fa4.kernels.features import DecodeFeatures
+from fa4.kernels.features import AppendFeatures, DecodeFeatures
 from fa4.kvcache_launch import COUNTERS_PLACE, KVCacheLaunch
 from fa4.pipelines.sm90_decode import DecodeSchedule
 
@@ -43,14 +43,24 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
     def load(spec: KernelSpec):
         machine.specs.append(spec)
         if not isinstance(spec.features, DecodeFeatures):
-            return lambda *arguments: machine.appends.append(arguments)
+            align = spec.features.new_align
+
+            def append(*arguments: Any) -> None:
+                q, _, k, v, _, _, cos, sin = arguments[:8]
+                if any(t is not None and t.data_ptr() % align for t in (q, k, v, cos, sin)):
+                    raise ValueError("misaligned")
+                machine.appends.append(arguments)
+
+            return append
 
         def kernel(*arguments: Any) -> None:
             given = dict(zip(KERNEL_ARGUMENTS, arguments, strict=True))
             # As a compiled function would:
             if given["k_cache"].dtype != torch.bfloat16:
                 raise TypeError("mismatched dtype")
-            if any(given[name].data_ptr() % 16 for name in ("q", "k_cache", "v_cache", "out")):
+            aligns = dict.fromkeys(("q", "out"), spec.features.q_align)
+            aligns |= dict.fromkeys(("k_cache", "v_cache"), spec.features.cache_align)
+            if any(given[name].data_ptr() % align for name, align in aligns.items()):
                 raise ValueError("misaligned")
             machine.calls.append(given)
 
@@ -251,48 +261,68 @@ def shifted(tensor: Tensor) -> Tensor:
     return longer[1:].view(tensor.shape)
 
 
-ODD = ("q", "k_cache", "v_cache", "k", "v", "out", "rotary_cos", "rotary_sin")
+# Which tensors of a call are read together, and so as widely as the least aligned of them.
+TOGETHER = {
+    "cache_align": ("k_cache", "v_cache"),
+    "q_align": ("q", "out"),
+    "new_align": ("k", "v", "rotary_cos", "rotary_sin"),
+}
+ODD = [(field, name) for field, names in TOGETHER.items() for name in names]
 
 
-@pytest.mark.parametrize("name", ODD)
-@pytest.mark.parametrize("place", [padded, shifted])
-def test_rows_that_are_not_16_byte_aligned_go_to_the_reference_which_says_so(
-    machine, place, name: str
+@pytest.mark.parametrize(("field", "name"), ODD)
+@pytest.mark.parametrize(("place", "align"), [(padded, 8), (shifted, 2)])
+def test_rows_that_are_not_16_byte_aligned_have_a_kernel_that_is_found_again(
+    machine, place, align: int, field: str, name: str
 ) -> None:
     plain = arguments(**new_rows(), out=torch.zeros(BATCH, 1, 4, DIM).bfloat16())
-    odd = {key: t.clone() if isinstance(t, Tensor) else t for key, t in plain.items()}
-    odd[name] = place(odd[name])
-    if place is padded:
-        mode = odd[name].dim() - 2
-        words = (
-            f"{name} has a stride of {odd[name].shape[-1] + 4} elements in dimension {mode}; "
-            "it must be a multiple of 8 (16 bytes)"
-        )
-    else:
-        words = f"{name} starts at an address that is not a multiple of 16 bytes"
-    assert words in str(fa4.explain_kvcache(**odd))
-    with pytest.raises(fa4.UnsupportedProblemError) as refused:
+    odd = plain | {name: place(plain[name])}
+    decision = fa4.explain_kvcache(**odd)
+    for other in TOGETHER:
+        assert getattr(decision.problem, other) == (align if other == field else 16)
+    assert f"aligned to {align} bytes" in str(decision)
+    for turn in (1, 2):
         call(odd)
-    assert words in str(refused.value)
-    kvcache._warned.clear()
-    with pytest.warns(fa4.FallbackWarning) as warned:
-        out = call(odd | {"backend": "auto"})
-    assert words in str(warned[0].message)
-    assert not machine.specs
-    expected = call(plain | {"backend": "reference"})
-    assert out is odd["out"]
-    for given, exact in ((out, expected), *((odd[t], plain[t]) for t in ("k_cache", "v_cache"))):
-        assert torch.equal(given, exact)
+        assert machine.walks == 1
+        assert len(machine.calls) == len(machine.appends) == turn
+    append, attention = (
+        next(s.features for s in machine.specs if isinstance(s.features, kind))
+        for kind in (AppendFeatures, DecodeFeatures)
+    )
+    caches_are_odd, q_is_odd = field == "cache_align", field == "q_align"
+    assert attention.cache_align == (align if caches_are_odd else 16)
+    assert attention.q_align == (2 if q_is_odd else 16)
+    assert append.cache_align == (2 if caches_are_odd else 16)
+    assert append.new_align == (16 if caches_are_odd else 2)
+    schedule = next(s.schedule for s in machine.specs if s.features is attention)
+    assert isinstance(schedule, DecodeSchedule)
+    assert (schedule.copy_rows == 0) == caches_are_odd
 
 
-@pytest.mark.parametrize("name", ["q", "k_cache", "v_cache"])
-def test_a_known_launch_that_meets_an_odd_address_gives_way_to_the_reference(
-    machine, name: str
-) -> None:
-    plain = arguments(backend="auto")
+@pytest.mark.parametrize("name", ["q", "k_cache", "v_cache", "out"])
+def test_an_odd_address_among_aligned_ones_has_a_kernel_of_its_own(machine, name: str) -> None:
+    plain = arguments(out=torch.zeros(BATCH, 1, 4, DIM).bfloat16())
+    odd = plain | {name: shifted(plain[name])}
+    for turn, given in enumerate((plain, odd, plain, odd), start=1):
+        call(given)
+        assert len(machine.calls) == turn
+        assert machine.calls[-1][name] is given[name]
+    aligned, other = (s.features for s in machine.specs[:2])
+    assert min(aligned.cache_align, aligned.q_align) == 16
+    assert min(other.cache_align, other.q_align) == 2
     call(plain)
-    kvcache._warned.clear()
-    with pytest.warns(fa4.FallbackWarning, match=f"{name} starts at an address"):
-        out = call(plain | {name: shifted(plain[name])})
-    assert len(machine.calls) == 1
-    assert torch.equal(out, call(plain | {"backend": "reference"}))
+    assert machine.walks == 3, "aligned tensors were given to the walk again"
+
+
+def test_the_first_call_with_an_odd_address_does_not_choose_for_aligned_ones(machine) -> None:
+    plain = arguments()
+    call(plain | {"k_cache": shifted(plain["k_cache"])})
+    call(plain)
+    assert [s.features.cache_align for s in machine.specs] == [2, 16]
+
+
+def test_alignment_counts_only_strides_that_are_used(machine) -> None:
+    caches = {n: torch.zeros(BATCH, 1, 1, DIM + 1)[..., :DIM].bfloat16() for n in ("k", "v")}
+    one = {f"{n}_cache": t[:1].as_strided((1, 1, 1, DIM), (7, 5, 3, 1)) for n, t in caches.items()}
+    call(arguments(q=rows(1, 1, 1, DIM), cache_seqlens=int32(1), **one))
+    assert machine.specs[0].features.cache_align == 16

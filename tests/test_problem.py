@@ -24,6 +24,7 @@ from fa4.problem import (
     check_window,
     describe_problem,
     layout_fault,
+    widest_access,
 )
 
 BF16 = torch.bfloat16
@@ -717,6 +718,25 @@ def test_stride_rule_is_in_bytes() -> None:
 
 def test_empty_tensors_have_no_fault() -> None:
     assert layout_fault("k", torch.zeros(3, dtype=BF16)[1:1].as_strided((0, 3), (5, 7))) is None
+
+
+@pytest.mark.parametrize(
+    ("shape", "stride", "offset", "nbytes"),
+    [
+        ((2, 4, 2, 64), (512, 128, 64, 1), 0, 16),
+        ((2, 4, 2, 64), (528, 132, 66, 1), 0, 4),
+        ((2, 4, 2, 64), (528, 132, 68, 1), 0, 8),
+        ((2, 4, 2, 64), (520, 130, 65, 1), 0, 2),
+        ((2, 4, 1, 64), (512, 128, 65, 1), 0, 16),  # a stride that is not used
+        ((2, 4, 2, 64), (512, 128, 64, 1), 4, 8),
+        ((2, 4, 2, 64), (512, 128, 64, 1), 1, 2),
+    ],
+)
+def test_the_widest_access_divides_addresses_and_strides(shape, stride, offset, nbytes) -> None:
+    tensor = strided(shape, stride, offset)
+    assert widest_access(tensor) == nbytes
+    assert widest_access(strided(shape, shape[::-1], 8)[:0], tensor) == nbytes  # nothing is read
+    assert widest_access() == 16
 
 
 @pytest.mark.parametrize("name", ["q", "k", "v", "out"])

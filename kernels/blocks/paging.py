@@ -5,6 +5,7 @@ p % rows of slot page_table[b, p // rows]. Without, a sequence has one slot: its
 that cache_batch_idx names.
 """
 
+import math
 from typing import NamedTuple, Optional
 
 import cutlass
@@ -15,6 +16,7 @@ from fa4.kernels.blocks.gqa_packing import divide
 
 CHUNK = 8  # elements of 16 bits in the 16 bytes that a lane copies
 CHUNK_BYTES = 16
+ASYNC_BYTES = 4  # the least that cp.async copies
 LOW_HALF = 2**32 - 1
 
 
@@ -70,13 +72,30 @@ def swizzled(row: Int32, chunk: Int32, rows: cutlass.Constexpr[int], dim: cutlas
 
 
 @cute.jit
-def copy_chunk(target: Int32, source: Int64, is_live: cutlass.Boolean):
-    """cp.async of 16 bytes from global to shared memory; zeros, and no read, unless live."""
-    size = Int32(cutlass.select_(is_live, Int32(CHUNK_BYTES), Int32(0)))
-    cute.arch.inline_ptx(
-        "cp.async.cg.shared.global [{$r0}], [{$r1}], 16, {$r2};",
-        read_only_args=[target, source, size],
+def copy_chunk(
+    target: Int32, source: Int64, is_live: cutlass.Boolean, align: cutlass.Constexpr[int]
+):
+    """cp.async of 16 bytes from global to shared memory; zeros, and no read, unless live.
+
+    align  of the source: 16, 8 or 4
+    """
+    size = Int32(cutlass.select_(is_live, Int32(align), Int32(0)))
+    # Past L1, which only copies of 16 bytes can be.
+    where = "cg" if const_expr(align == CHUNK_BYTES) else "ca"
+    for i in cutlass.range_constexpr(0, CHUNK_BYTES, align):
+        cute.arch.inline_ptx(
+            f"cp.async.{where}.shared.global [{{$r0}} + {i}], [{{$r1}} + {i}], {align}, {{$r2}};",
+            read_only_args=[target, source, size],
+        )
+
+
+def vector_at(pointer: cute.Pointer, size: int, align: int):
+    """``size`` neighbouring elements at a pointer that is a multiple of ``align`` bytes."""
+    # `Pointer.align` would round the address up at run time.
+    aligned = cute.make_ptr(
+        pointer.value_type, pointer.toint(), pointer.memspace, assumed_align=align
     )
+    return cute.make_tensor(aligned, cute.make_layout(size))
 
 
 @cute.jit
@@ -98,6 +117,8 @@ def gather_rows(
     rows: cutlass.Constexpr[int],
     dim: cutlass.Constexpr[int],
     warps: cutlass.Constexpr[int],
+    align: cutlass.Constexpr[int],
+    held_chunks: cutlass.Constexpr[int],
 ):
     """Start the copies of ``rows`` rows of one head into a swizzled (rows, dim) tile.
 
@@ -106,29 +127,67 @@ def gather_rows(
     live        bit l says whether the row of lane l is live; others become zeros, and their
                 address is not used
     dim_chunks  16-byte chunks of a row; chunks behind them become zeros
+    align       bytes that addresses of rows are multiples of. Copies are asynchronous from 4 on;
+                with 2, which cp.async cannot, they are done when this returns
+    held_chunks that a lane then loads before it stores the first: they need its registers
 
     All lanes of ``warps`` warps call it together.
     """
-    per_warp = rows // warps
     chunks = dim // CHUNK
+    first = (cute.arch.warp_idx() % warps) * (rows // warps)
+    count = rows // warps * chunks // 32
+    if const_expr(align >= ASYNC_BYTES):
+        target = Int32(tile.toint())
+        for i in cutlass.range_constexpr(count):
+            owner, chunk, source, is_live = row_chunk(i, high, low, live, dim_chunks, chunks)
+            where = swizzled(first + owner, chunk, rows, dim) * 2
+            copy_chunk(target + where, source, is_live, align)
+    else:
+        held = math.gcd(held_chunks, count)
+        values = cute.make_rmem_tensor((CHUNK, held), tile.value_type)
+        targets = cute.make_rmem_tensor(held, Int32)
+        for i in cutlass.range(0, count, held, unroll=1):
+            for j in cutlass.range_constexpr(held):
+                owner, chunk, source, is_live = row_chunk(
+                    i + j, high, low, live, dim_chunks, chunks
+                )
+                targets[j] = swizzled(first + owner, chunk, rows, dim)
+                values[None, j].fill(tile.value_type(0.0))
+                if is_live:
+                    row = cute.make_ptr(tile.value_type, source, cute.AddressSpace.gmem)
+                    values[None, j].store(vector_at(row, CHUNK, align).load())
+            for j in cutlass.range_constexpr(held):
+                target = vector_at(tile + targets[j], CHUNK, CHUNK_BYTES)
+                target.store(values[None, j].load())
+
+
+@cute.jit
+def row_chunk(
+    i: Int32,
+    high: Int32,
+    low: Int32,
+    live: Int32,
+    dim_chunks: Int32,
+    chunks: cutlass.Constexpr[int],
+):
+    """The i-th chunk that a lane copies, of rows of ``chunks`` chunks; see `gather_rows`.
+
+    Returns (the lane whose row it is of, chunk of the row, its address, whether it is live).
+    """
     lane = cute.arch.lane_idx()
-    first = (cute.arch.warp_idx() % warps) * per_warp
-    target = Int32(tile.toint())
-    same_chunk = 32 % chunks == 0  # a lane copies the same chunk of all of its rows
-    if const_expr(same_chunk):
+    index = Uint32(lane + 32 * i)
+    owner = Int32(index // chunks)
+    chunk = Int32(index % chunks)
+    if const_expr(32 % chunks == 0):
+        # A lane copies the same chunk of all of its rows: one test does for all.
         live = Int32(cutlass.select_(lane % chunks < dim_chunks, live, Int32(0)))
-    for i in cutlass.range_constexpr(per_warp * chunks // 32):
-        index = Uint32(lane + 32 * i)
-        owner = Int32(index // chunks)
-        chunk = Int32(index % chunks)
-        source = joined(
-            cute.arch.shuffle_sync(high, offset=owner), cute.arch.shuffle_sync(low, offset=owner)
-        )
         is_live = (live >> owner) & 1 != 0
-        if const_expr(not same_chunk):
-            is_live = is_live & (chunk < dim_chunks)
-        where = swizzled(first + owner, chunk, rows, dim) * 2
-        copy_chunk(target + where, source + Int64(chunk * CHUNK_BYTES), is_live)
+    else:
+        is_live = ((live >> owner) & 1 != 0) & (chunk < dim_chunks)
+    source = joined(
+        cute.arch.shuffle_sync(high, offset=owner), cute.arch.shuffle_sync(low, offset=owner)
+    )
+    return owner, chunk, source + Int64(chunk * CHUNK_BYTES), is_live
 
 
 @cute.jit

@@ -9,16 +9,20 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, const_expr
 
-from fa4.kernels.blocks.paging import CHUNK
+from fa4.kernels.blocks.paging import CHUNK, vector_at
 
 
 @cute.jit
-def load_vector(pointer: cute.Pointer, size: cutlass.Constexpr[int]):
-    """``size`` neighbouring elements as float32; their address is a multiple of their bytes."""
-    nbytes = min(16, size * pointer.value_type.width // 8)
-    source = cute.make_tensor(pointer.align(nbytes), cute.make_layout(size))
+def load_vector(pointer: cute.Pointer, size: cutlass.Constexpr[int], align: cutlass.Constexpr[int]):
+    """``size`` neighbouring elements as float32.
+
+    align  of the tensor that they are of, in bytes: 16, where the address is a multiple of the
+           vector's bytes if those are fewer; or 2, where it is one of the element's
+    """
+    element = pointer.value_type.width // 8
+    nbytes = max(element, min(align, size * element))
     values = cute.make_rmem_tensor(size, Float32)
-    values.store(source.load().to(Float32))
+    values.store(vector_at(pointer, size, nbytes).load().to(Float32))
     return values
 
 
@@ -30,19 +34,21 @@ def rotated_chunk(
     sin: cute.Pointer,
     rotary_dim: Int32,
     is_interleaved: cutlass.Constexpr[bool],
+    align: cutlass.Constexpr[int],
 ):
     """Dims [8 chunk, 8 chunk + 8) of a head, rotated, as float32 registers.
 
     row         the head's first element
     cos, sin    the token's rows of the tables, rotary_dim / 2 elements each
     rotary_dim  a multiple of 16; chunks behind it stay as they are
+    align       of row, cos and sin, see `load_vector`
     """
     first = chunk * CHUNK
-    values = load_vector(row + Int64(first), CHUNK)
+    values = load_vector(row + Int64(first), CHUNK, align)
     if first < rotary_dim:
         if const_expr(is_interleaved):
-            c = load_vector(cos + first // 2, CHUNK // 2)
-            s = load_vector(sin + first // 2, CHUNK // 2)
+            c = load_vector(cos + first // 2, CHUNK // 2, align)
+            s = load_vector(sin + first // 2, CHUNK // 2, align)
             for i in cutlass.range_constexpr(CHUNK // 2):
                 a = values[2 * i]
                 b = values[2 * i + 1]
@@ -54,9 +60,9 @@ def rotated_chunk(
             pair = cutlass.select_(is_first, first, first - half)
             other = cutlass.select_(is_first, first + half, first - half)
             sign = Float32(cutlass.select_(is_first, Float32(-1.0), Float32(1.0)))
-            partner = load_vector(row + Int64(other), CHUNK)
-            c = load_vector(cos + pair, CHUNK)
-            s = load_vector(sin + pair, CHUNK)
+            partner = load_vector(row + Int64(other), CHUNK, align)
+            c = load_vector(cos + pair, CHUNK, align)
+            s = load_vector(sin + pair, CHUNK, align)
             for i in cutlass.range_constexpr(CHUNK):
                 values[i] = values[i] * c[i] + sign * (partner[i] * s[i])
     return values

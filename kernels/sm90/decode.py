@@ -11,8 +11,8 @@ Method: FA2 and Flash-Decoding (split keys), FA3 section 3.1 (roles), stream-K (
 
 Roles (1 + W warpgroups; W = tile_m / 64)
   warpgroup 0       load      copies K and V block by block. With TMA its warp 0 requests K and its
-                              warp 1 V; pages too small for TMA are gathered by all four warps with
-                              cp.async
+                              warp 1 V; rows in pages too small for TMA, or not 16-byte aligned,
+                              are gathered by all four warps with cp.async
   warpgroups 1..W   attend    each owns 64 packed rows from the loading of Q to the stored output
 
 Shared memory (sizes in elements of q's type; `DecodeSchedule.smem_bytes`)
@@ -22,7 +22,8 @@ Shared memory (sizes in elements of q's type; `DecodeSchedule.smem_bytes`)
 
 Hand-offs
   k,v  filled by load from the last block to the first; `PipelineTmaAsync`, or `PipelineCpAsync`
-       where rows are gathered; released by all warps of attend
+       where rows are gathered (`PipelineAsync` where that is by ordinary loads, because rows are
+       only 2-byte aligned); released by all warps of attend
 
 Positions out of use may hold NaN. Scores of such keys are masked, and their values must not meet a
 probability of 0: what is copied with them is overwritten with zeros (`clear_dead_values`).
@@ -69,12 +70,15 @@ from fa4.kernels.blocks.online_softmax import (
     soft_cap,
 )
 from fa4.kernels.blocks.paging import (
+    ASYNC_BYTES,
     CHUNK,
+    CHUNK_BYTES,
     Addressing,
     gather_rows,
     locate_position,
     row_address,
     swizzled,
+    vector_at,
 )
 from fa4.kernels.blocks.tma_rings import stage_at
 from fa4.kernels.features import DecodeFeatures
@@ -180,6 +184,11 @@ class HopperDecode:
         self.splits = KeySplits(features, schedule)
         self.dtype = DTYPES[features.dtype]
         self.gathers = schedule.copy_rows == 0
+        if not self.gathers and features.cache_align < CHUNK_BYTES:
+            raise ValueError(
+                f"copy_rows={schedule.copy_rows}: TMA cannot read a cache that is aligned to "
+                f"{features.cache_align} bytes"
+            )
         self.has_front = features.has_left_bound or features.has_leftpad
 
     # ---------------------------------------------------------------- host side
@@ -207,7 +216,8 @@ class HopperDecode:
         """Launch the kernel.
 
         mQ, mO       (batch, rows, heads_q, dim) or packed (total, heads_q, dim)
-        mK, mV       (slots, rows, heads_kv, dim); all four: unit last stride, 16-byte aligned
+        mK, mV       (slots, rows, heads_kv, dim); all four with a unit last stride, addresses and
+                     strides as the features' q_align and cache_align say
         mLSE         (batch, heads_q, rows) or packed (heads_q, total), fp32
         mPartial     (slots, slot_rows, head_dim_v + 4) fp32, contiguous: partial outputs, each row
                      with its LSE behind it; 4 keep rows 16-byte aligned
@@ -421,7 +431,9 @@ class HopperDecode:
         schedule = self.schedule
         group = lambda count: pipeline.CooperativeGroup(pipeline.Agent.Thread, count)  # noqa: E731
         if self.gathers:
-            return pipeline.PipelineCpAsync.create(
+            by_cp_async = self.features.cache_align >= ASYNC_BYTES
+            kind = pipeline.PipelineCpAsync if by_cp_async else pipeline.PipelineAsync
+            return kind.create(
                 num_stages=schedule.stages,
                 producer_group=group(WARPGROUP),
                 consumer_group=group(WARPGROUP * schedule.warpgroups),
@@ -555,6 +567,8 @@ class HopperDecode:
         k_stage = schedule.tile_n * schedule.head_dim
         v_stage = schedule.tile_n * schedule.head_dim_v
         k_chunks, v_chunks = caches.k.shape[3] // CHUNK, caches.v.shape[3] // CHUNK
+        # Two warpgroups of consumers leave this one no registers for more.
+        how = (WARPS, self.features.cache_align, 4 if schedule.warpgroups == 1 else 2)
         blocks_loaded = Int32(0)
         cursor, shares = self.first_place(call)
         while cursor.at < cursor.stop:
@@ -572,12 +586,12 @@ class HopperDecode:
                 rings.k.producer_acquire(state)
                 tile = sK + state.index * k_stage
                 source = (now.k_high, now.k_low, now.live, k_chunks)
-                gather_rows(tile, *source, schedule.tile_n, schedule.head_dim, WARPS)
+                gather_rows(tile, *source, schedule.tile_n, schedule.head_dim, *how)
                 rings.k.producer_commit(state)
                 rings.v.producer_acquire(state)
                 tile = sV + state.index * v_stage
                 source = (now.v_high, now.v_low, now.live, v_chunks)
-                gather_rows(tile, *source, schedule.tile_n, schedule.head_dim_v, WARPS)
+                gather_rows(tile, *source, schedule.tile_n, schedule.head_dim_v, *how)
                 rings.v.producer_commit(state)
             blocks_loaded = blocks_loaded + num_blocks
         # Shared memory must outlive the copies into it: attend waits for all of them.
@@ -711,13 +725,14 @@ class HopperDecode:
                 offset = base + Int64(position) * Int64(mQ.stride[heads - 1])
                 offset = offset + Int64(head) * Int64(mQ.stride[heads])
                 offset = offset + Int64(chunk * CHUNK)
-                values[None, i].store(self.chunk_of(mQ.iterator + offset).load())
+                source = vector_at(mQ.iterator + offset, CHUNK, self.features.q_align)
+                values[None, i].store(source.load())
         # Every warp must be done with the matmuls that read the queries before these.
         barrier.arrive_and_wait()
         for i in cutlass.range_constexpr(count):
             row, chunk = self.query_chunk(place.thread, i)
-            target = self.chunk_of(slab + swizzled(row, chunk, ROWS, schedule.head_dim))
-            target.store(values[None, i].load())
+            target = slab + swizzled(row, chunk, ROWS, schedule.head_dim)
+            vector_at(target, CHUNK, CHUNK_BYTES).store(values[None, i].load())
         # Make these writes visible to the matmuls, which read through another proxy.
         cute.arch.fence_proxy("async.shared", space="cta")
         barrier.arrive_and_wait()
@@ -732,14 +747,6 @@ class HopperDecode:
             return row + WARPGROUP // chunks * i, thread - row * chunks
         row = divide(thread + WARPGROUP * i, chunks)
         return row, thread + WARPGROUP * i - row * chunks
-
-    def chunk_of(self, pointer: cute.Pointer):
-        """The 16 bytes at a pointer that is aligned to as many."""
-        # `align` would round the address up at run time.
-        aligned = cute.make_ptr(
-            pointer.value_type, pointer.toint(), pointer.memspace, assumed_align=16
-        )
-        return cute.make_tensor(aligned, cute.make_layout(CHUNK))
 
     def query_offset(self, tensor: cute.Tensor, segment: Segment, call: Call):
         """Element offset in q or o of query 0 and the first head of a segment's tile."""
@@ -881,7 +888,7 @@ class HopperDecode:
                     row = index // chunks
                     if (row < begin) | (row >= end):
                         target = stage + swizzled(row, index - row * chunks, tile_n, dim)
-                        self.chunk_of(target).store(zeros.load())
+                        vector_at(target, CHUNK, CHUNK_BYTES).store(zeros.load())
                 cute.arch.fence_proxy("async.shared", space="cta")
                 pipeline.NamedBarrier(
                     barrier_id=Barrier.VALUES, num_threads=threads
@@ -1070,8 +1077,10 @@ class HopperDecode:
                 for i in cutlass.range_constexpr(combine.VECTOR):
                     acc[i] = acc[i] * scale
                 accumulator.round_into(rounded, acc)
-                target = (out.iterator + (offset + column)).align(8)
-                cute.make_tensor(target, cute.make_layout(combine.VECTOR)).store(rounded.load())
+                target = out.iterator + (offset + column)
+                vector_at(target, combine.VECTOR, min(8, self.features.q_align)).store(
+                    rounded.load()
+                )
         if (call.stores_lse != 0) & (lane == 0):
             lse = combine.log_of(reference, total)
             self.store_lse(results.lse, lse, position, head, segment, call)
@@ -1100,7 +1109,7 @@ class HopperDecode:
             pair[0] = acc[r, c] * regs.rescale[r]
             pair[1] = acc[r, c + 1] * regs.rescale[r]
             accumulator.round_into(rounded, pair)
-            target = cute.make_tensor((first + 4 * c).align(4), cute.make_layout(2))
+            target = vector_at(first + 4 * c, 2, min(4, self.features.q_align))
             if 4 * c < columns:
                 target.store(rounded.load())
 
@@ -1167,15 +1176,15 @@ def compile_decode(
     """Compile for any batch, lengths, heads and strides; see `HopperDecode.__call__`.
 
     Strides of q, k, v and o are promised nothing here: the caller has checked that every stride in
-    use is a multiple of 16 bytes.
+    use is a multiple of what the features say.
     """
     dtype = DTYPES[features.dtype]
     fake = cute.runtime.make_fake_tensor
 
-    def rows_tensor(modes: int):
+    def rows_tensor(modes: int, align: int):
         shape = tuple(cute.sym_int() for _ in range(modes))
         stride = (*(cute.sym_int64() for _ in range(modes - 1)), 1)
-        return fake(dtype, shape, stride, assumed_align=16)
+        return fake(dtype, shape, stride, assumed_align=align)
 
     def compact(element, modes: int, present: bool = True, align: int | None = None):
         if not present:
@@ -1196,10 +1205,10 @@ def compile_decode(
     table_modes = {"own": 0, "batch_idx": 1, "page_table": 2}[features.addressing]
     return cute.compile(
         HopperDecode(features, schedule),
-        rows_tensor(q_modes),
-        rows_tensor(4),
-        rows_tensor(4),
-        rows_tensor(q_modes),
+        rows_tensor(q_modes, features.q_align),
+        rows_tensor(4, features.cache_align),
+        rows_tensor(4, features.cache_align),
+        rows_tensor(q_modes, features.q_align),
         strided(Float32, q_modes - 1),
         compact(Float32, 3, schedule.merges, align=16),
         compact(Int32, 1, schedule.merges),

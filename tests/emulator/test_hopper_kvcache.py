@@ -65,6 +65,32 @@ CASES = [
         causal=True,
     ),
     CacheCase((60, 31), new=(3, 3), seqlens_q=(2, 2), shuffled=True, rotary="half", rotary_dim=64),
+    # Strides and addresses that are multiples of 8, 4 and 2 bytes only.
+    CacheCase((300, 140), apart=4),
+    CacheCase((300, 140), apart=2, page_size=16, heads_first=True),
+    CacheCase((300, 0, 140), apart=1),
+    CacheCase((300, 140), apart=1, page_size=48, dtype=torch.float16, num_splits=2),
+    CacheCase((300, 2, 140), apart=3, page_size=1, head_dim=128),
+    CacheCase((150, 20), apart=1, head_dim=72, head_dim_v=40, shuffled=True, leftpad=(30, 20)),
+    CacheCase((140,), apart=5, head_dim=256, heads_q=16, heads_kv=1, dtype=torch.float16),
+    CacheCase((300, 90), seqlens_q=(40, 40), causal=True, apart=2, page_size=64),
+    CacheCase((150, 20), apart_new=1, num_splits=2),
+    CacheCase(
+        (60, 31, 4),
+        new=(5, 0, 130),
+        seqlens_q=(5, 1, 130),
+        packed_q=True,
+        packed_new=True,
+        tail_q=3,
+        page_size=7,
+        rotary="half",
+        rotary_dtype=torch.float32,
+        causal=True,
+        apart=1,
+        apart_new=3,
+    ),
+    CacheCase((126, 31), new=(2, 2), apart=3, rotary="interleaved", dtype=torch.float16),
+    CacheCase((126, 31), new=(2, 2), page_size=16, apart_new=1, rotary="half", causal=True),
 ]
 
 
@@ -81,6 +107,8 @@ def test_emulated_kernels_give_the_exact_answer(case: CacheCase) -> None:
         CacheCase((300, 90), seqlens_q=(40, 40), causal=True, leftpad=(3, 0), page_size=64),
         CacheCase((300, 90), seqlens_q=(40, 40), causal=True, page_size=3),
         CacheCase((600,), num_splits=2, new=(2,), rotary="half"),
+        CacheCase((300, 140), apart=1),
+        CacheCase((300, 140), apart=2, page_size=16),
     ],
     ids=str,
 )

@@ -55,6 +55,9 @@ SPECIALISATIONS = [
         rotary_dim=64,
         new=(),
     ),
+    CacheCase((), head_dim=128, apart=4),
+    CacheCase((), head_dim=128, page_size=64, heads_first=True, apart=2, dtype=FP16),
+    CacheCase((), head_dim=128, page_size=16, apart=1, apart_new=1, new=(), rotary="half"),
 ]
 
 
