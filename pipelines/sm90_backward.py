@@ -397,9 +397,9 @@ class OneKernelSchedule:
 
     @property
     def smem_bytes(self) -> int:
-        """Barriers, K and V, the Q and dO stages with their statistics, two stages of dS, dQ."""
+        """Barriers, K and V, the Q and dO stages with their statistics, three stages of dS, dQ."""
         stage_rows = self.stages * self.head_dim + self.grad_stages * self.head_dim_v
-        elements = 2 * self.slab + self.tile_m * stage_rows + 2 * self.tile_n * self.tile_m
+        elements = 2 * self.slab + self.tile_m * stage_rows + 3 * self.tile_n * self.tile_m
         fp32 = (self.stages + self.grad_stages) * self.tile_m + self.dq_buffer
         return BARRIER_BYTES + ELEMENT_BYTES * elements + STATISTIC_BYTES * fp32
 
@@ -497,19 +497,13 @@ def one_kernel_schedules(features: BackwardFeatures) -> OneKernelSchedules:
             f"no one-kernel schedule fits head_dim={head_dim}, head_dim_v={head_dim_v}: each must "
             f"be at most {ONE_KERNEL_HEAD_DIM_MAX}"
         )
-    # Measured on an H200, gradients kernel alone, TFLOP/s full/causal of 16 heads at 4k, bf16.
-    head_dims = head_dim, head_dim_v
-    if head_dims == (128, 128) and features.score == "plain":
-        # 571/523; all by the copy engine 548/505
-        gradients = OneKernelSchedule(128, 128, 64, 3, "bulk", 3, dq_octets_by_threads=4)
-    elif head_dims == (64, 64) and features.score == "plain":
-        # 494/454; two stages of Q 466/455, these with half of dQ by threads 471/424
-        gradients = OneKernelSchedule(64, 64, 128, 3, "bulk", 2)
-    elif head_dim > 64:
-        gradients = OneKernelSchedule(head_dim, head_dim_v, 64, 3, "bulk", 3)
+    # Measured on an H200 (2026-11-30), gradients kernel alone, TFLOP/s full/causal of 16 heads at
+    # 4k, bf16. dQ by threads, without its traffic of shared memory:
+    if (head_dim, head_dim_v) == (64, 64) and features.score == "plain":
+        # Blocks of 64 rows 423/388. Softcap in blocks of 128 rows spills.
+        gradients = OneKernelSchedule(64, 64, 128, 2, "bulk", 2, dq_octets_by_threads=2)
     else:
-        # Softcap in blocks of 128 rows spills. "red" measured 5 % faster than "bulk" in an earlier
-        # order of the loop.
+        # d128: 591/563; half of dQ by the copy engine and two dO stages 590/545.
         gradients = OneKernelSchedule(head_dim, head_dim_v, 64, 3, "red", 3)
     return OneKernelSchedules(
         PrepareSchedule(head_dim_v, gradients.tile_m),

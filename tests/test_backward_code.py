@@ -33,7 +33,9 @@ HEAVIEST: dict[str, Any] = {
     "has_seqused_q": True,
     "has_seqused_k": True,
 }
-NARROW: dict[str, Any] = {"tile_m": 64, "stages": 3}  # at d64
+# Schedules that the rule does not choose, at d64 and d128.
+NARROW: dict[str, Any] = {"tile_m": 64, "dq_octets_by_threads": 0}
+BY_COPIES: dict[str, Any] = {"dq_path": "bulk", "grad_stages": 2}
 
 
 def features(head_dim: int, head_dim_v: int, options: dict[str, Any]) -> BackwardFeatures:
@@ -61,10 +63,9 @@ USUAL = [
     *((features(dim, dim, options), {}) for dim in HEAD_DIMS for options in (FULL, CAUSAL)),
     *((features(dim, dim, HEAVIEST), {}) for dim in (64, 128)),
     (features(64, 64, CAUSAL), NARROW),
-    (features(64, 64, CAUSAL), {"dq_path": "red"}),
-    (features(64, 64, CAUSAL), {"stages": 2, "dq_octets_by_threads": 4}),
-    (features(128, 128, CAUSAL), {"dq_path": "red", "dq_octets_by_threads": 0}),
-    (features(128, 128, CAUSAL), {"dq_octets_by_threads": 0}),
+    (features(64, 64, CAUSAL), {"dq_path": "red", "dq_octets_by_threads": 0}),
+    (features(64, 64, CAUSAL), {"dq_octets_by_threads": 0}),
+    (features(128, 128, CAUSAL), {**BY_COPIES, "dq_octets_by_threads": 4}),
 ]
 REST = [
     *(
@@ -105,15 +106,18 @@ def test_matrix_products_of_a_block_are_one_instruction_for_each_step_of_16(
     schedule = kernel.schedule
     tile_m, tile_n = schedule.tile_m, schedule.tile_n
     head_dim, head_dim_v = schedule.head_dim, schedule.head_dim_v
+    s = [f"64x{tile_m}x16"] * (head_dim // 16)
+    dq = [f"64x{schedule.dq_columns}x16"] * (tile_n // 16)
     expected = [
-        *[f"64x{tile_m}x16"] * (head_dim // 16),  # S
         *[f"64x{tile_m}x16"] * (head_dim_v // 16),  # dP
         *[f"64x{head_dim_v}x16"] * (tile_m // 16),  # dV
-        *[f"64x{schedule.dq_columns}x16"] * (tile_n // 16),  # dQ
+        *dq,
         *[f"64x{head_dim}x16"] * (tile_m // 16),  # dK
+        *s,
     ]
     assert [i.opcode.split(".")[1] for i in kernel.loop if i.is_a("HGMMA")] == expected
-    assert kernel.code.count("HGMMA") == len(expected)
+    # S of the first block before the loop, dQ of the last one of warpgroup 0 behind it.
+    assert kernel.code.count("HGMMA") == len(expected) + len(s) + len(dq)
 
 
 def test_matrix_products_stay_in_flight_until_the_kernel_waits(kernel: Kernel) -> None:
@@ -125,10 +129,13 @@ def test_matrix_products_stay_in_flight_until_the_kernel_waits(kernel: Kernel) -
         if i.is_a("HGMMA") or i.is_a(wait)
     ]
     waits = [depth for depth in order if depth in ("0x0", "0x1", "0x2")]
-    # S is there and dP runs; dP, and with 64 rows dV runs; dV and dQ runs; dQ and dK runs; dK.
-    dp = "0x1" if kernel.schedule.requests_dv_early else "0x0"
-    assert waits == ["0x1", dp, "0x1", "0x1", "0x0"]
-    assert kernel.code.count(wait) == len(waits)
+    # dP is there, and with 64 rows dV runs; dV, and with 128 rows dQ and dK run; dQ, and dK and S
+    # run; all.
+    if kernel.schedule.requests_dv_early:
+        assert waits == ["0x1", "0x0", "0x2", "0x0"]
+    else:
+        assert waits == ["0x0", "0x2", "0x2", "0x0"]
+    assert kernel.code.count(wait) == len(waits) + 2
 
 
 def test_scores_take_one_exponential_each_and_no_shuffle(kernel: Kernel) -> None:
@@ -148,15 +155,15 @@ def test_statistics_are_read_and_ds_is_written_by_the_widest_accesses(kernel: Ke
     assert sass.count(kernel.loop, "STSM.16.M88.4") == sass.count(kernel.loop, "STSM") == groups
 
 
-def test_dq_leaves_as_scheduled_and_warpgroups_meet_once_a_block(kernel: Kernel) -> None:
+def test_dq_leaves_as_scheduled_and_warpgroups_take_turns_once_a_block(kernel: Kernel) -> None:
     octets = kernel.schedule.dq_columns // 8
     by_threads = kernel.schedule.dq_red_octets
     additions = [i.opcode for i in kernel.loop if i.is_a("REDG")]
     assert len(additions) == by_threads
     assert all("F32x4" in opcode for opcode in additions)
     assert sass.count(kernel.loop, "STS.128") == octets - by_threads
-    # Besides where the warpgroups meet: the buffer is empty, the buffer is full.
-    assert sass.count(kernel.loop, "BAR") == (3 if kernel.schedule.dq_path == "bulk" else 1)
+    # The turn is waited for and given. The buffer is empty, the buffer is full.
+    assert sass.count(kernel.loop, "BAR") == (4 if kernel.schedule.dq_path == "bulk" else 2)
     # Another warp sends it.
     assert sass.count(kernel.loop, "UBLKRED") == 0
     assert kernel.code.count("UBLKRED") == (kernel.schedule.dq_path == "bulk")
@@ -185,10 +192,13 @@ def test_registers_move_between_the_roles_as_scheduled(kernel: Kernel) -> None:
         ({"stages": 5}, "shared memory .* exceeds"),
         ({"tile_m": 128, "stages": 2}, "need 288 registers"),
         ({"grad_stages": 1}, "grad_stages=1 is below 2"),
-        ({"dq_octets_by_threads": 8}, "dq_octets_by_threads=8 is not from 0 to 7"),
-        ({"dq_octets_by_threads": -1}, "dq_octets_by_threads=-1 is not from 0 to 7"),
-        ({"dq_path": "red"}, "dq_octets_by_threads=4 is not from 0 to 0"),
-        ({"head_dim": 96}, "dq_octets_by_threads=4 is not from 0 to 0"),
+        ({**BY_COPIES, "dq_octets_by_threads": 8}, "dq_octets_by_threads=8 is not from 0 to 7"),
+        ({**BY_COPIES, "dq_octets_by_threads": -1}, "dq_octets_by_threads=-1 is not from 0 to 7"),
+        ({"dq_octets_by_threads": 4}, "dq_octets_by_threads=4 is not from 0 to 0"),
+        (
+            {**BY_COPIES, "head_dim": 96, "dq_octets_by_threads": 4},
+            "dq_octets_by_threads=4 is not from 0 to 0",
+        ),
         ({"consumer_registers": 248}, "consumer_registers=248 is not a multiple of 8 from 24"),
     ],
 )

@@ -15,8 +15,8 @@ warpgroups.
 
 Roles (1 + 2 warpgroups)
   warpgroup 0       load      warp 0 issues every TMA load
-                    send      with a dQ buffer, warps 1 and 2 have the part of one warpgroup each
-                              added to the workspace; who is left only gives up its registers
+                    send      with a dQ buffer (d64), warps 1 and 2 have the part of one warpgroup
+                              each added to the workspace; others only give up their registers
   warpgroups 1, 2   attend    each owns 64 keys: dK and dV stay in its registers from the first
                               row block of the first query head of its group to the last of the
                               last. Of a block's dQ each makes one half
@@ -26,30 +26,36 @@ Shared memory (sizes in elements of q's type; `OneKernelSchedule.smem_bytes`)
   sV   (tile_n, head_dim_v)            later dV
   sQ   (tile_m, head_dim, stages)      and the LSE of those rows
   sdO  (tile_m, head_dim_v, grad_stages)  and their delta
-  sdS  (tile_n, tile_m, 2)             written by both warpgroups, read by both
+  sdS  (tile_n, tile_m, 3)             written by both warpgroups, read by both
   sdQ  fp32, one slab a warpgroup      only where dQ is added by bulk copies
 
 Hand-offs
   k,v    one `PipelineTmaAsync` stage each, filled once
   q,dO   `PipelineTmaAsync`: Q with its LSE, dO with its delta; released by every warp once dK, and
          dV, of the block are done
-  dS     the named barrier DS between the warpgroups, once a block. Two stages: that a warpgroup has
-         arrived for block j says that its dQ of block j - 1 is done, whose stage block j + 1 takes
-  dQ     the named barriers DQ_FULL and DQ_EMPTY between a warpgroup and the warp that sends its
-         part: one side arrives, the other waits
+  dS     the named barriers TURN: a warpgroup that gives the turn has stored its dS, too
+  dQ     with a buffer, the named barriers DQ_FULL and DQ_EMPTY between a warpgroup and the warp
+         that sends its part: one side arrives, the other waits
 
 A round is one block, and leaves no product in flight, which ptxas would not follow around the loop:
 
-    request S, dP               P while dP runs
-    request dV                  dS; with 64 rows while dV runs, else before, for lack of registers
-    dS to shared memory, the warpgroups meet
-    request dQ, dK              dQ leaves while dK runs
+    request dP(j)           P while dP runs
+    request dV              dS; with 64 rows while dV runs, else before, for lack of registers
+    dS to shared memory
+    wait for the turn
+    request dQ, dK, S(j+1)
+    give the turn           dQ leaves while dK and S run
 
-What one warpgroup leaves of the tensor cores' time the other one uses.
+The warpgroups take turns at requesting, so that one is busy with exponentials while the other has
+the tensor cores. A warpgroup comes to its turn with dS(j) stored, and knows that the other one came
+to the turn before with its own. Which is dS(j) of warpgroup 0 for warpgroup 1, but dS(j-1) of
+warpgroup 1 for warpgroup 0, whose dQ therefore is that of the block before: it begins with a dS of
+zeros whose dQ is dropped, and has a turn more at the end. Three stages of dS, because a warpgroup
+stores dS(j) while the other one may still read dS(j-2): that it has dQ(j-3) is known.
 
 Shared memory is the busiest unit: by `perf.roofline`, a block of 64 rows of d128 takes 2560 clocks
-of the tensor cores and 2944 of shared memory, 512 of them for dQ through its buffer. Hence P^T and
-dS^T in registers, and half of dQ straight from there.
+of the tensor cores and 2432 of shared memory, which dQ through a buffer would make 2944. Hence P^T
+and dS^T in registers, and dQ straight from there.
 
 dQ is summed up in an fp32 workspace in the order of accumulator registers (`take_dq`), which
 `kernels.backward_finish` undoes. The order of the sums differs from run to run. A block's dQ leaves
@@ -82,19 +88,20 @@ from fa4.pipelines.sm90_backward import OneKernelSchedule
 
 KEYS = 64  # keys of a warpgroup: M of one wgmma
 CONSUMERS = 2  # warpgroups
-DS_STAGES = 2
+DS_STAGES = 3
 CHUNK = 64  # query rows of a swizzled line of sdS
 OCTET = 4 * WARPGROUP  # elements of the dQ workspace: 64 rows by 8 columns
 DTYPES = {"bf16": BFloat16, "fp16": Float16}
 
 
 class Barrier(IntEnum):
-    """Named barriers; 0 is the CTA's own. All but DS take one id a warpgroup from here."""
+    """Named barriers; 0 is the CTA's own. All but BLOCKS_DONE take one id a warpgroup."""
 
-    DS = 1
-    DQ_FULL = 2
-    DQ_EMPTY = 4
-    EPILOGUE = 6
+    TURN = 1
+    DQ_FULL = 3
+    DQ_EMPTY = 5
+    EPILOGUE = 7
+    BLOCKS_DONE = 9
 
 
 class Call(NamedTuple):
@@ -630,7 +637,7 @@ class HopperBackward:
                 regs.dk.fill(0.0)
                 regs.dv.fill(0.0)
             # The gradients of one warpgroup go where the other one may still read K for dQ.
-            self.barrier(Barrier.DS, CONSUMERS).arrive_and_wait()
+            self.barrier(Barrier.BLOCKS_DONE, CONSUMERS).arrive_and_wait()
             dk_tma, dv_tma = stores
             one = Float32(1.0)
             self.store_gradient(products.dv, dv_tma, regs.dv, shared.dv, one, place, work)
@@ -754,52 +761,105 @@ class HopperBackward:
         m_block = rows.first
         regs.dk.fill(0.0)
         regs.dv.fill(0.0)
+        # Rounds between a warpgroup's dS and its dQ, and the block of the last round.
+        lag = 1 - place.warpgroup
+        last_block = Int32(0)
+        self.begin_turns(shared, place)
         once = pipeline.PipelineState(1, Int32(0), Int32(0), Int32(0))
+        state = stage_at(Int32(0), schedule.stages, False)
         rings.k.consumer_wait(once)
+        rings.q.consumer_wait(state)
+        q = regs.q[None, None, None, state.index]
+        self.matmul(products.scores, regs.scores, regs.k, q, False)
         rings.v.consumer_wait(once)
+        warpgroup.wait_group(0)
         for count in cutlass.range(cute.arch.make_warp_uniform(total), unroll=1):
             state = stage_at(count, schedule.stages, False)
             grad_state = stage_at(count, schedule.grad_stages, False)
-            ds_stage = count % DS_STAGES
-            rings.q.consumer_wait(state)
-            q = regs.q[None, None, None, state.index]
-            self.matmul(products.scores, regs.scores, regs.k, q, False)
             rings.do.consumer_wait(grad_state)
             do = regs.do[None, None, None, grad_state.index]
             self.matmul(products.scores, regs.dp, regs.v, do, False)
-            # S is done, dP is not.
-            warpgroup.wait_group(1)
             self.probabilities(regs, shared, state.index, m_block, place, work, call, clear)
             accumulator.round_into(regs.p, regs.scores)
             p = accumulator.as_operand_a(regs.p)
             dot = regs.dot[None, None, None, grad_state.index]
             if const_expr(schedule.requests_dv_early):
                 self.matmul(products.dv, regs.dv, p, dot, True)
+                # dP is done, dV is not.
                 warpgroup.wait_group(1)
             else:
                 warpgroup.wait_group(0)
             self.score_gradient(regs, shared, state.index, grad_state.index, place, call)
             accumulator.round_into(regs.rounded_ds, regs.dp)
-            self.share_ds(regs, shared, place, ds_stage)
+            if const_expr(schedule.requests_dv_early):
+                # P's registers are free. Waiting later makes ptxas serialise all products.
+                warpgroup.wait_group(0)
+                rings.do.consumer_release(grad_state)
+            self.share_ds(regs, shared, place, count % DS_STAGES)
+
+            # Behind the last block, S of that block once more, for nothing.
+            has_next = count + 1 < total
+            next_state = stage_at(count + 1, schedule.stages, False)
+            next_index = next_state.index if has_next else state.index
+            if has_next:
+                rings.q.consumer_wait(next_state)
+            self.turn(place.warpgroup).arrive_and_wait()
             if const_expr(not schedule.requests_dv_early):
                 self.matmul(products.dv, regs.dv, p, dot, True)
-            self.barrier(Barrier.DS, CONSUMERS).arrive_and_wait()
-            acc_dq = self.request_dq(products, regs, ds_stage)
-            # dV is done, dQ is not.
-            warpgroup.wait_group(1)
-            rings.do.consumer_release(grad_state)
+            acc_dq = self.request_dq(products, regs, (count + DS_STAGES - lag) % DS_STAGES)
             ds = accumulator.as_operand_a(regs.rounded_ds)
             qt = regs.qt[None, None, None, state.index]
             self.matmul(products.dk, regs.dk, ds, qt, True)
-            # dQ is done, dK is not.
-            warpgroup.wait_group(1)
-            self.take_dq(mdQ, shared, acc_dq, place, Int64(dq_head + m_block) * elements)
+            if const_expr(not schedule.requests_dv_early):
+                # dV is done, dQ and dK are not.
+                warpgroup.wait_group(2)
+                rings.do.consumer_release(grad_state)
+            q = regs.q[None, None, None, next_index]
+            self.matmul(products.scores, regs.scores, regs.k, q, False)
+            self.turn(1 - place.warpgroup).arrive()
+
+            # dQ is done, dK and S are not.
+            warpgroup.wait_group(2)
+            block = dq_head + m_block
+            dq_block = last_block if lag == 1 else block
+            if count >= lag:
+                self.take_dq(mdQ, shared, acc_dq, place, Int64(dq_block) * elements)
+            last_block = block
             m_block = m_block + 1
             if m_block == rows.end:
                 m_block = rows.first
                 dq_head = dq_head + mdQ.shape[2]
             warpgroup.wait_group(0)
             rings.q.consumer_release(state)
+        if lag == 1:
+            self.turn(0).arrive_and_wait()
+            acc_dq = self.request_dq(products, regs, (total - 1) % DS_STAGES)
+            warpgroup.wait_group(0)
+            self.take_dq(mdQ, shared, acc_dq, place, Int64(last_block) * elements)
+
+    @cute.jit
+    def begin_turns(self, shared: Shared, place: Place):
+        """Give warpgroup 0 the first turn, and zeros for the dS that it multiplies in it."""
+        elements = self.schedule.tile_n * self.schedule.tile_m
+        threads = CONSUMERS * WARPGROUP
+        # Zeros need no swizzle.
+        stage = cute.recast_ptr(shared.ds.iterator, cute.make_swizzle(0, 4, 3))
+        stage = cute.make_tensor(
+            stage + (DS_STAGES - 1) * elements,
+            cute.make_layout((8, threads, elements // (8 * threads))),
+        )
+        zeros = cute.make_rmem_tensor(8, self.dtype)
+        zeros.fill(0.0)
+        thread = place.warpgroup * WARPGROUP + thread_of_warpgroup()
+        for i in cutlass.range_constexpr(cute.size(stage, mode=[2])):
+            cute.autovec_copy(zeros, stage[None, thread, i])
+        cute.arch.fence_proxy("async.shared", space="cta")
+        if place.warpgroup == 1:
+            self.turn(0).arrive()
+
+    def turn(self, warpgroup: Int32):
+        """The named barrier at which a warpgroup waits for the other one to give it the turn."""
+        return self.barrier(Barrier.TURN + warpgroup, CONSUMERS)
 
     def request_dq(self, products: Products, regs: Fragments, stage: Int32):
         """Request this warpgroup's part of dQ = dS K, which is returned."""
