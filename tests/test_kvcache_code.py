@@ -13,6 +13,7 @@ import pytest
 
 from fa4 import compiler
 from fa4.compiler import KernelSpec
+from fa4.kernels import combine
 from fa4.kernels.features import AppendFeatures, DecodeFeatures
 from fa4.pipelines.sm90_decode import DecodeNumbers, DecodeSchedule, decode_plan
 from tests import sass
@@ -56,16 +57,18 @@ def spec_of(
     num_splits: int = 0,
     tiles: int = 64,
     has_equal_lengths: bool = False,
+    capacity: int = 8192,
 ) -> KernelSpec:
     features = DecodeFeatures("bf16", head_dim, head_dim, **options)
     problem = (packed_rows, tiles, page_size, num_splits)
-    plan = decode_plan(features, *problem, 132, 8192, has_equal_lengths)
+    plan = decode_plan(features, *problem, 132, capacity, has_equal_lengths)
     return KernelSpec("fa4.kernels.sm90.decode:compile_decode", "sm_90a", features, plan.schedule)
 
 
 SPECS = {
     "decode": spec_of(128, {}, 4, None),
     "whole_tiles": spec_of(128, {}, 4, None, tiles=256, has_equal_lengths=True),
+    "long": spec_of(128, {}, 4, None, tiles=8, has_equal_lengths=True, capacity=65536),
     "two_ctas": spec_of(128, {}, 4, None, tiles=256),
     "two_ctas_pages_of_64": spec_of(128, PAGES, 4, 64, tiles=256),
     "two_ctas_pages_of_1": spec_of(128, PAGES, 4, 1, tiles=256),
@@ -73,8 +76,11 @@ SPECS = {
     "pages_of_1": spec_of(128, PAGES, 4, 1),
     "fixed_splits": spec_of(64, PAGES, 4, 64, num_splits=3),
     "chunk": spec_of(128, {**PAGES, "has_right_bound": True}, 4096, 64),
+    "chunk_merging": spec_of(256, {**PAGES, "has_right_bound": True}, 4096, 16, num_splits=3),
     "heaviest_tma": spec_of(256, HEAVIEST, 4096, 16),
     "heaviest_gather": spec_of(256, HEAVIEST, 4096, 1),
+    "heaviest_merging": spec_of(256, HEAVIEST, 4096, 1, num_splits=3),
+    "heaviest_shared": spec_of(256, HEAVIEST, 4, 1),
     "aligned_to_8": spec_of(128, {"cache_align": 8}, 4, None),
     "aligned_to_4": spec_of(128, {**PAGES, "cache_align": 4}, 4, 64, tiles=256),
     "aligned_to_2": spec_of(128, {"cache_align": 2, "q_align": 2}, 4, None),
@@ -167,6 +173,24 @@ def test_keys_come_by_tma_or_by_copies_as_wide_as_they_are_aligned(spec: KernelS
 
 def test_parts_are_counted_exactly_where_tiles_may_be_split(spec: KernelSpec) -> None:
     assert code_of(spec).count("ATOMG") == int(schedule_of(spec).merges)
+
+
+def test_a_row_is_merged_with_the_outputs_and_lses_of_many_parts_in_flight_together(
+    spec: KernelSpec,
+) -> None:
+    """Behind the count of parts, before anything waits for the first of their LSEs.
+
+    By loads that see what other CTAs have written: none through the path for constants.
+    """
+    if not schedule_of(spec).merges:
+        return
+    instructions = code_of(spec).instructions
+    count = next(i for i, one in enumerate(instructions) if one.is_a("ATOMG"))
+    behind = instructions[count:]
+    arrives = next(i for i, one in enumerate(behind) if one.is_a("SHFL"))
+    vectors = [one for one in behind[:arrives] if one.opcode == "LDG.E.128"]
+    chunks = -(-schedule_of(spec).head_dim_v // (32 * combine.VECTOR))
+    assert len(vectors) == combine.HELD // chunks * chunks
 
 
 def test_appending_moves_16_bytes_at_a_time() -> None:

@@ -1049,7 +1049,11 @@ class HopperDecode:
         )
         places = combine.PartPlaces(*where, *where)
         lse_partial = results.partial.iterator + dim
-        reference, total = combine.combined_lse(lse_partial, places, parts.count, sink_log2)
+        chunks = -(-self.schedule.head_dim_v // (32 * combine.VECTOR))
+        acc = cute.make_rmem_tensor((combine.VECTOR, chunks), Float32)
+        reference, total = combine.merged_row(
+            acc, results.partial.iterator, lse_partial, places, parts.count, sink_log2, dim
+        )
         scale = Float32(0.0)
         if total != 0.0:
             scale = 1.0 / total
@@ -1057,26 +1061,14 @@ class HopperDecode:
         offset = self.query_offset(out, segment, call)
         offset = offset + Int64(position) * Int64(out.stride[rank - 3])
         offset = offset + Int64(head) * Int64(out.stride[rank - 2])
-        acc = cute.make_rmem_tensor(combine.VECTOR, Float32)
         rounded = cute.make_rmem_tensor(combine.VECTOR, self.dtype)
-        for first in cutlass.range_constexpr(0, self.schedule.head_dim_v, 32 * combine.VECTOR):
-            column = first + lane * combine.VECTOR
-            combine.weighted_sum(
-                acc,
-                results.partial.iterator,
-                lse_partial,
-                places,
-                parts.count,
-                reference,
-                column,
-                dim,
-                Int32(0),
-                1,
-            )
+        for c in cutlass.range_constexpr(chunks):
+            column = (32 * c + lane) * combine.VECTOR
             if column < dim:
+                scaled = acc[None, c]
                 for i in cutlass.range_constexpr(combine.VECTOR):
-                    acc[i] = acc[i] * scale
-                accumulator.round_into(rounded, acc)
+                    scaled[i] = scaled[i] * scale
+                accumulator.round_into(rounded, scaled)
                 target = out.iterator + (offset + column)
                 vector_at(target, combine.VECTOR, min(8, self.features.q_align)).store(
                     rounded.load()

@@ -34,6 +34,14 @@ CASES = [
     CacheCase((300, 140), page_size=48, heads_first=True),
     CacheCase((150, 20), page_size=256, heads_q=2),
     CacheCase((300, 1, 65), num_splits=3),
+    # More parts than are merged at once, than a warp has lanes, and rows longer than it reads.
+    CacheCase((2200, 40), heads_q=2, heads_kv=1, num_splits=20),
+    CacheCase((4300, 9), heads_q=2, heads_kv=1, num_splits=37, sink=torch.float32),
+    CacheCase(
+        (1200, 9), head_dim=256, head_dim_v=192, heads_q=2, heads_kv=1, num_splits=11, apart_new=1
+    ),
+    CacheCase((600, 9), head_dim=192, head_dim_v=136, heads_q=2, heads_kv=1, num_splits=3),
+    CacheCase((8187,), heads_q=2, head_dim=128),  # long parts by small CTAs
     CacheCase((300, 40), seqlens_q=(5, 5), causal=True),
     CacheCase((300, 90), seqlens_q=(40, 40), causal=True, page_size=64),  # two tiles, not split
     CacheCase((200, 30), seqlens_q=(24, 24), causal=True, heads_q=8, num_splits=2, page_size=3),
@@ -107,6 +115,9 @@ def test_emulated_kernels_give_the_exact_answer(case: CacheCase) -> None:
         CacheCase((300, 90), seqlens_q=(40, 40), causal=True, leftpad=(3, 0), page_size=64),
         CacheCase((300, 90), seqlens_q=(40, 40), causal=True, page_size=3),
         CacheCase((600,), num_splits=2, new=(2,), rotary="half"),
+        CacheCase((2200, 40), heads_q=2, heads_kv=1, num_splits=20),
+        CacheCase((1200, 9), head_dim=256, heads_q=2, heads_kv=1, num_splits=11),
+        CacheCase((8187,), heads_q=2, head_dim=128),
         CacheCase((300, 140), apart=1),
         CacheCase((300, 140), apart=2, page_size=16),
     ],
@@ -144,7 +155,7 @@ def emulate(inputs, multiprocessors: int = EMULATED_MULTIPROCESSORS, **options):
 
 
 @pytest.mark.parametrize("page_size", [None, 16, 1])
-@pytest.mark.parametrize("num_splits", [1, 3])
+@pytest.mark.parametrize("num_splits", [1, 3, 20])
 def test_with_fixed_splits_a_sequence_has_the_bits_it_has_alone(page_size, num_splits) -> None:
     case = CacheCase((300, 17, 140), page_size=page_size, num_splits=num_splits)
     inputs = make_cache_inputs(case)
