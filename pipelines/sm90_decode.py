@@ -225,7 +225,7 @@ def decode_plan(
         and warpgroups == 1
         and (features.head_dim, features.head_dim_v) == (128, 128)
         and wants_two_ctas(
-            tiles, page_size, multiprocessors, has_equal_lengths, features.cache_align
+            tiles, page_size, multiprocessors, capacity, has_equal_lengths, features.cache_align
         )
     ):
         shapes.insert(0, TWO_CTAS)
@@ -234,7 +234,9 @@ def decode_plan(
         is_balanced, splits = False, num_splits
         if num_splits == 0 and fits_one_tile:
             blocks = -(-capacity // shape.tile_n)
-            splits = even_splits(tiles, blocks, ctas) if has_equal_lengths else 0
+            # Few tiles are cut for one CTA an SM, even where an SM has room for two.
+            places = multiprocessors if tiles < multiprocessors else ctas
+            splits = even_splits(tiles, blocks, places) if has_equal_lengths else 0
             is_balanced = splits == 0
         elif num_splits == 0:
             splits = automatic_splits(packed_rows, tiles, warpgroups, ctas)
@@ -266,6 +268,9 @@ class Shape(NamedTuple):
     producer_registers: int
 
 
+# Positions of the shortest part of few tiles for which the shape below was measured.
+LONG_PART = 4096
+
 # One CTA's copies go on while the other starts or ends a tile, and two producers look up pages.
 TWO_CTAS = Shape(64, 3, 2, 176, 80)
 
@@ -274,21 +279,29 @@ def wants_two_ctas(
     tiles: int,
     page_size: int | None,
     multiprocessors: int,
+    capacity: int,
     has_equal_lengths: bool,
     cache_align: int = TMA_ALIGNMENT,
 ) -> bool:
-    """Whether two CTAs an SM read faster than one, for head dim 128.
+    """Whether CTAs of which two fit an SM read faster than larger ones, for head dim 128.
 
     Measured on the H200, lengths on the device, TB/s by one and by two: 64 sequences of 1 to 32768
     keys 4.20 and 4.33, in pages of 64 4.15 and 4.27; batch 32 of 8192
     keys in pages of 16 4.24 and 4.34, in pages of 1 4.20 and 4.26; batch 128 of 4096 keys in pages
     of 64 4.39 and 4.42. Without pages batches of equal lengths do not tell them apart: 4.47 and
-    4.46, 4.45 and 4.47. Few tiles want one: batch 1 of 65536 keys 3.74 and 3.51. So do whole tiles
-    of lengths that the host knows to be equal: batch 32 4.49, batch 128 4.50.
+    4.46, 4.45 and 4.47. Few tiles in equal shares want one: batch 1 of 65536 keys 3.74 and 3.51. So
+    do whole tiles of lengths that the host knows to be equal: batch 32 4.49, batch 128 4.50.
+
+    A few long tiles in equal parts, no more of them than SMs, want the smaller CTAs: batch 1 of
+    65536 keys, 8 tiles in 16 parts of 4096 keys, 3.93 and 4.02; in 33 parts, two an SM, 3.81.
+    Shorter parts (`LONG_PART`) and pages were not measured, and keep the larger ones.
     """
     rows = copy_rows(page_size, TWO_CTAS.tile_n, cache_align)
     has_short_copies = rows < TWO_CTAS.tile_n
-    return tiles >= multiprocessors and (has_short_copies or not has_equal_lengths)
+    if tiles >= multiprocessors:
+        return has_short_copies or not has_equal_lengths
+    splits = even_splits(tiles, capacity // LONG_PART, multiprocessors)
+    return has_equal_lengths and page_size is None and not has_short_copies and splits > 1
 
 
 # Share of the CTAs' time that parts of equal length must fill to be preferred to equal shares.
@@ -300,13 +313,14 @@ def even_splits(tiles: int, blocks: int, ctas: int) -> int:
 
     tiles   of equal length
     blocks  most key blocks of a tile: no part may be sure to have none
-    ctas    of the launch
+    ctas    that are to have one part each
 
     Equal shares cost every CTA a search for its own, and cut tiles that need merging. Measured on
     the H200 in TB/s, lengths on the device and parts of equal length: batch 32 with 8 key heads,
     256 whole tiles on 132 CTAs, 1.94 of 2 waves: 4.47 and 4.49; batch 128, 1024 tiles, 7.76 of 8
     waves: 4.45 and 4.50 (whole tiles either way); batch 1 of 65536 keys, 8 tiles in 16 parts, 0.97
-    of a wave: 3.74 and 3.97. There 33 parts by two CTAs an SM are slower: 3.87.
+    of a wave: 3.74 and 3.97. There 33 parts by two CTAs an SM are slower, 3.87, though 16 parts by
+    the same CTAs are faster (`wants_two_ctas`).
     """
     splits = max(1, ctas // tiles)
     parts = tiles * splits

@@ -381,6 +381,37 @@ def test_a_batch_known_to_be_of_one_length_is_not_cut_where_whole_tiles_fill_the
     assert "keys in a stated number of splits" in str(decision)
 
 
+LONG = dataclasses.replace(DECODE, has_equal_lengths=True, batch=1, slots=1, slot_rows=65536)
+
+
+@pytest.mark.parametrize(
+    ("changes", "ctas_per_sm", "splits"),
+    [
+        ({}, 2, 16),  # one part an SM, though an SM has room for two
+        ({"slot_rows": 131072}, 2, 16),
+        ({"batch": 2, "slots": 2, "slot_rows": 32768}, 2, 8),
+        ({"slot_rows": 65535}, 1, 16),  # shorter parts than were measured
+        ({"batch": 2, "slots": 2, "slot_rows": 32767}, 1, 8),
+        ({"batch": 16, "slots": 16}, 1, 1),  # 128 whole tiles
+        ({"has_equal_lengths": False, "batch": 2, "slots": 2}, 1, 0),
+        ({"heads_kv": 5, "heads_q": 20}, 1, 26),
+        ({"heads_kv": 5, "heads_q": 20, "slot_rows": 106496}, 2, 26),
+        ({"heads_kv": 30, "heads_q": 30}, 1, 0),  # 4 parts each leave 9 % idle
+        ({"addressing": "page_table", "slot_rows": 64, "table_pages": 1024}, 1, 16),
+        ({"addressing": "page_table", "slot_rows": 16, "table_pages": 4096}, 1, 16),
+        ({"cache_align": 8}, 1, 16),
+        ({"head_dim": 64, "head_dim_v": 64}, 1, 16),
+        ({"num_splits": 16}, 1, 16),
+    ],
+)
+def test_few_long_tiles_are_cut_for_one_small_cta_an_sm(changes, ctas_per_sm, splits) -> None:
+    decision = decide_kvcache(dataclasses.replace(LONG, **changes), "sm_90a")
+    assert decision.kernel is not None
+    schedule = decision.kernel.schedule
+    assert isinstance(schedule, DecodeSchedule)
+    assert (schedule.ctas_per_sm, decision.num_splits) == (ctas_per_sm, splits)
+
+
 @pytest.mark.parametrize(
     ("changes", "ctas_per_sm"),
     [
@@ -407,10 +438,13 @@ def test_equal_lengths_in_short_pages_are_left_whole_by_two_ctas_an_sm() -> None
 
 
 @pytest.mark.parametrize("page_size", [None, 1, 16, 64])
-def test_stated_splits_have_one_schedule_whatever_the_batch(page_size: int | None) -> None:
+@pytest.mark.parametrize("num_splits", [1, 3, 16, 33])
+def test_stated_splits_have_one_schedule_whatever_the_batch(
+    page_size: int | None, num_splits: int
+) -> None:
     features = DecodeFeatures("bf16", 128, 128)
     plans = {
-        decode_plan(features, 4, tiles, page_size, 3, 132, capacity, has_equal_lengths)
+        decode_plan(features, 4, tiles, page_size, num_splits, 132, capacity, has_equal_lengths)
         for tiles in (8, 256, 4096)
         for capacity in (100, 8192, 65536)
         for has_equal_lengths in (False, True)
