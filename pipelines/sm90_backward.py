@@ -20,7 +20,6 @@ from fa4.pipelines.sm90 import (
 
 STATISTIC_BYTES = 4  # fp32
 ROWS = 64  # M of a wgmma: keys or query rows of a consumer warpgroup
-DQ_PATHS = ("red", "bulk")  # see `OneKernelSchedule`
 
 
 @dataclass(frozen=True)
@@ -325,10 +324,7 @@ class OneKernelSchedule:
     head_dim, head_dim_v  padded head dims the buffers are made for
     tile_m                query rows of a block: 64 or 128
     stages                Q buffers, with their rows' LSE
-    dq_path               how a block's dQ is added to the workspace: "red" straight from
-                          registers, 16 bytes a thread, or "bulk" through shared memory
     grad_stages           dO buffers, with their rows' delta
-    dq_octets_by_threads  of "bulk": how many eights of a warpgroup's columns go as with "red"
     consumer_registers    per thread, after setmaxnreg
     producer_registers    per thread, after setmaxnreg
     """
@@ -337,9 +333,7 @@ class OneKernelSchedule:
     head_dim_v: int
     tile_m: int
     stages: int
-    dq_path: str
-    grad_stages: int = 2
-    dq_octets_by_threads: int = 0
+    grad_stages: int
     consumer_registers: int = 240
     producer_registers: int = 24
 
@@ -357,11 +351,6 @@ class OneKernelSchedule:
     def requests_dv_early(self) -> bool:
         """There are registers for P in 16 bits beside dP and the P that dS is made of."""
         return self.tile_m == ROWS
-
-    @property
-    def dq_red_octets(self) -> int:
-        """Eights of an accumulator's columns that threads add."""
-        return self.dq_columns // 8 if self.dq_path == "red" else self.dq_octets_by_threads
 
     @property
     def dq_columns(self) -> int:
@@ -386,21 +375,16 @@ class OneKernelSchedule:
         return (self.head_dim if self.tile_m == 2 * ROWS else self.dq_column_step) // 8
 
     @property
-    def dq_buffer(self) -> int:
-        """fp32 elements of shared memory through which dQ leaves."""
-        return 2 * ROWS * (self.dq_columns - 8 * self.dq_red_octets)
-
-    @property
     def slab(self) -> int:
         """Elements of shared memory for K, and later dK; as many for V and dV."""
         return self.tile_n * max(self.head_dim, self.head_dim_v)
 
     @property
     def smem_bytes(self) -> int:
-        """Barriers, K and V, the Q and dO stages with their statistics, three stages of dS, dQ."""
+        """Barriers, K and V, the Q and dO stages with their statistics, three stages of dS."""
         stage_rows = self.stages * self.head_dim + self.grad_stages * self.head_dim_v
         elements = 2 * self.slab + self.tile_m * stage_rows + 3 * self.tile_n * self.tile_m
-        fp32 = (self.stages + self.grad_stages) * self.tile_m + self.dq_buffer
+        fp32 = (self.stages + self.grad_stages) * self.tile_m
         return BARRIER_BYTES + ELEMENT_BYTES * elements + STATISTIC_BYTES * fp32
 
     @property
@@ -410,17 +394,14 @@ class OneKernelSchedule:
 
     @property
     def name(self) -> str:
-        name = f"m{self.tile_m}n{self.tile_n}s{self.stages}g{self.grad_stages}_{self.dq_path}"
-        return f"{name}_red{self.dq_octets_by_threads}" if self.dq_octets_by_threads else name
+        return f"m{self.tile_m}n{self.tile_n}s{self.stages}g{self.grad_stages}"
 
     @property
     def description(self) -> str:
         """One line for people."""
         return (
             f"key tile {self.tile_n}, query block {self.tile_m}, {self.stages} Q and "
-            f"{self.grad_stages} dO stages, "
-            f"dQ added {'in shared memory' if self.dq_path == 'bulk' else 'from registers'}, "
-            f"{self.smem_bytes // 1024} KiB shared memory"
+            f"{self.grad_stages} dO stages, {self.smem_bytes // 1024} KiB shared memory"
         )
 
     def __post_init__(self) -> None:
@@ -431,15 +412,6 @@ class OneKernelSchedule:
             if getattr(self, name) < 2:
                 # With one the next load waits for the product that reads the last one.
                 problems.append(f"{name}={getattr(self, name)} is below 2")
-        if self.dq_path not in DQ_PATHS:
-            problems.append(f"dq_path={self.dq_path!r} is not one of {DQ_PATHS}")
-        # With "red" there is no other part; columns that overlap (d96) are added in one piece.
-        parts = self.dq_path == "bulk" and self.dq_columns == 8 * self.dq_octet_step
-        most = self.dq_octet_step - 1 if parts else 0
-        if not 0 <= self.dq_octets_by_threads <= most:
-            problems.append(
-                f"dq_octets_by_threads={self.dq_octets_by_threads} is not from 0 to {most}"
-            )
         if self.accumulator_registers + 12 > self.consumer_registers:
             problems.append(
                 f"gradients, scores and dS need {self.accumulator_registers} registers and a few "
@@ -497,14 +469,13 @@ def one_kernel_schedules(features: BackwardFeatures) -> OneKernelSchedules:
             f"no one-kernel schedule fits head_dim={head_dim}, head_dim_v={head_dim_v}: each must "
             f"be at most {ONE_KERNEL_HEAD_DIM_MAX}"
         )
-    # Measured on an H200 (2026-11-30), gradients kernel alone, TFLOP/s full/causal of 16 heads at
-    # 4k, bf16. dQ by threads, without its traffic of shared memory:
+    # Measured on an H200, gradients kernel alone, TFLOP/s full/causal of 16 heads at 4k, bf16: d64
+    # 534/499, blocks of 64 rows 423/388; d128 591/557. With a part of dQ by the copy engine at most
+    # 521/446 and 591/545. Softcap in blocks of 128 rows spills.
     if (head_dim, head_dim_v) == (64, 64) and features.score == "plain":
-        # Blocks of 64 rows 423/388. Softcap in blocks of 128 rows spills.
-        gradients = OneKernelSchedule(64, 64, 128, 2, "bulk", 2, dq_octets_by_threads=2)
+        gradients = OneKernelSchedule(64, 64, 2 * ROWS, stages=3, grad_stages=2)
     else:
-        # d128: 591/563; half of dQ by the copy engine and two dO stages 590/545.
-        gradients = OneKernelSchedule(head_dim, head_dim_v, 64, 3, "red", 3)
+        gradients = OneKernelSchedule(head_dim, head_dim_v, ROWS, stages=3, grad_stages=3)
     return OneKernelSchedules(
         PrepareSchedule(head_dim_v, gradients.tile_m),
         gradients,

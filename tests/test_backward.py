@@ -417,7 +417,7 @@ def test_packed_sequences_have_room_for_their_blocks(
 def test_workspaces_are_linear_in_rows() -> None:
     assert statistics_shape(PLAIN, 64) == (2, 2, 8, 1024)
     statistics = torch.empty(statistics_shape(PLAIN, 64), device="meta")
-    schedule = OneKernelSchedule(128, 128, tile_m=64, stages=2, dq_path="red")
+    schedule = OneKernelSchedule(128, 128, tile_m=64, stages=2, grad_stages=2)
     assert dq_sums_shape(statistics, schedule) == (2, 8, 16, 64 * 128)
 
 

@@ -33,9 +33,9 @@ HEAVIEST: dict[str, Any] = {
     "has_seqused_q": True,
     "has_seqused_k": True,
 }
-# Schedules that the rule does not choose, at d64 and d128.
-NARROW: dict[str, Any] = {"tile_m": 64, "dq_octets_by_threads": 0}
-BY_COPIES: dict[str, Any] = {"dq_path": "bulk", "grad_stages": 2}
+# Schedules that the rule does not choose.
+NARROW: dict[str, Any] = {"tile_m": 64}  # at d64
+FEW_STAGES: dict[str, Any] = {"stages": 2, "grad_stages": 2}
 
 
 def features(head_dim: int, head_dim_v: int, options: dict[str, Any]) -> BackwardFeatures:
@@ -63,9 +63,8 @@ USUAL = [
     *((features(dim, dim, options), {}) for dim in HEAD_DIMS for options in (FULL, CAUSAL)),
     *((features(dim, dim, HEAVIEST), {}) for dim in (64, 128)),
     (features(64, 64, CAUSAL), NARROW),
-    (features(64, 64, CAUSAL), {"dq_path": "red", "dq_octets_by_threads": 0}),
-    (features(64, 64, CAUSAL), {"dq_octets_by_threads": 0}),
-    (features(128, 128, CAUSAL), {**BY_COPIES, "dq_octets_by_threads": 4}),
+    (features(64, 64, CAUSAL), FEW_STAGES),
+    (features(128, 128, CAUSAL), FEW_STAGES),
 ]
 REST = [
     *(
@@ -155,18 +154,15 @@ def test_statistics_are_read_and_ds_is_written_by_the_widest_accesses(kernel: Ke
     assert sass.count(kernel.loop, "STSM.16.M88.4") == sass.count(kernel.loop, "STSM") == groups
 
 
-def test_dq_leaves_as_scheduled_and_warpgroups_take_turns_once_a_block(kernel: Kernel) -> None:
-    octets = kernel.schedule.dq_columns // 8
-    by_threads = kernel.schedule.dq_red_octets
+def test_dq_leaves_in_pieces_of_16_bytes_and_warpgroups_take_turns_once_a_block(
+    kernel: Kernel,
+) -> None:
     additions = [i.opcode for i in kernel.loop if i.is_a("REDG")]
-    assert len(additions) == by_threads
+    # At d96 the warpgroups' columns overlap: two branches, one of which has what is added once.
+    assert len(additions) == kernel.schedule.dq_columns // 8
     assert all("F32x4" in opcode for opcode in additions)
-    assert sass.count(kernel.loop, "STS.128") == octets - by_threads
-    # The turn is waited for and given. The buffer is empty, the buffer is full.
-    assert sass.count(kernel.loop, "BAR") == (4 if kernel.schedule.dq_path == "bulk" else 2)
-    # Another warp sends it.
-    assert sass.count(kernel.loop, "UBLKRED") == 0
-    assert kernel.code.count("UBLKRED") == (kernel.schedule.dq_path == "bulk")
+    # The turn is waited for, and given.
+    assert sass.count(kernel.loop, "BAR") == 2
 
 
 def test_registers_move_between_the_roles_as_scheduled(kernel: Kernel) -> None:
@@ -188,17 +184,9 @@ def test_registers_move_between_the_roles_as_scheduled(kernel: Kernel) -> None:
     [
         ({"tile_m": 96}, "tile_m=96 is not 64 or 128"),
         ({"stages": 1}, "stages=1 is below 2"),
-        ({"dq_path": "own pass"}, "dq_path='own pass' is not one of"),
         ({"stages": 5}, "shared memory .* exceeds"),
         ({"tile_m": 128, "stages": 2}, "need 288 registers"),
         ({"grad_stages": 1}, "grad_stages=1 is below 2"),
-        ({**BY_COPIES, "dq_octets_by_threads": 8}, "dq_octets_by_threads=8 is not from 0 to 7"),
-        ({**BY_COPIES, "dq_octets_by_threads": -1}, "dq_octets_by_threads=-1 is not from 0 to 7"),
-        ({"dq_octets_by_threads": 4}, "dq_octets_by_threads=4 is not from 0 to 0"),
-        (
-            {**BY_COPIES, "head_dim": 96, "dq_octets_by_threads": 4},
-            "dq_octets_by_threads=4 is not from 0 to 0",
-        ),
         ({"consumer_registers": 248}, "consumer_registers=248 is not a multiple of 8 from 24"),
     ],
 )

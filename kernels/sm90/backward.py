@@ -14,9 +14,7 @@ them. Only dS goes through shared memory, once, since dQ = dS K sums over the ke
 warpgroups.
 
 Roles (1 + 2 warpgroups)
-  warpgroup 0       load      warp 0 issues every TMA load
-                    send      with a dQ buffer (d64), warps 1 and 2 have the part of one warpgroup
-                              each added to the workspace; others only give up their registers
+  warpgroup 0       load      warp 0 issues every TMA load; the others only give up registers
   warpgroups 1, 2   attend    each owns 64 keys: dK and dV stay in its registers from the first
                               row block of the first query head of its group to the last of the
                               last. Of a block's dQ each makes one half
@@ -27,15 +25,12 @@ Shared memory (sizes in elements of q's type; `OneKernelSchedule.smem_bytes`)
   sQ   (tile_m, head_dim, stages)      and the LSE of those rows
   sdO  (tile_m, head_dim_v, grad_stages)  and their delta
   sdS  (tile_n, tile_m, 3)             written by both warpgroups, read by both
-  sdQ  fp32, one slab a warpgroup      only where dQ is added by bulk copies
 
 Hand-offs
   k,v    one `PipelineTmaAsync` stage each, filled once
   q,dO   `PipelineTmaAsync`: Q with its LSE, dO with its delta; released by every warp once dK, and
          dV, of the block are done
   dS     the named barriers TURN: a warpgroup that gives the turn has stored its dS, too
-  dQ     with a buffer, the named barriers DQ_FULL and DQ_EMPTY between a warpgroup and the warp
-         that sends its part: one side arrives, the other waits
 
 A round is one block, and leaves no product in flight, which ptxas would not follow around the loop:
 
@@ -53,14 +48,13 @@ warpgroup 1 for warpgroup 0, whose dQ therefore is that of the block before: it 
 zeros whose dQ is dropped, and has a turn more at the end. Three stages of dS, because a warpgroup
 stores dS(j) while the other one may still read dS(j-2): that it has dQ(j-3) is known.
 
-Shared memory is the busiest unit: by `perf.roofline`, a block of 64 rows of d128 takes 2560 clocks
-of the tensor cores and 2432 of shared memory, which dQ through a buffer would make 2944. Hence P^T
-and dS^T in registers, and dQ straight from there.
+Shared memory is about as busy as the tensor cores: by `perf.roofline`, a block of 64 rows of d128
+takes 2560 clocks of these and 2432 of shared memory. Hence P^T and dS^T in registers, and dQ, which
+would take 512 more on its way through a buffer, straight from there.
 
-dQ is summed up in an fp32 workspace in the order of accumulator registers (`take_dq`), which
-`kernels.backward_finish` undoes. The order of the sums differs from run to run. A block's dQ leaves
-by the copy engine or, without a buffer in shared memory and its traffic, as 16-byte reductions of
-each thread, or a part of it each way: which is faster was measured (see the schedules).
+dQ is summed up in an fp32 workspace by reductions of 16 bytes a thread, in the order of accumulator
+registers (`add_dq`), which `kernels.backward_finish` undoes. The order of the sums differs from run
+to run.
 """
 
 from enum import IntEnum
@@ -98,10 +92,8 @@ class Barrier(IntEnum):
     """Named barriers; 0 is the CTA's own. All but BLOCKS_DONE take one id a warpgroup."""
 
     TURN = 1
-    DQ_FULL = 3
-    DQ_EMPTY = 5
-    EPILOGUE = 7
-    BLOCKS_DONE = 9
+    EPILOGUE = 3
+    BLOCKS_DONE = 5
 
 
 class Call(NamedTuple):
@@ -157,7 +149,6 @@ class Shared(NamedTuple):
     dot: cute.Tensor
     ds: cute.Tensor
     dst: cute.Tensor
-    dq: cute.Pointer
     lse: cute.Tensor
     delta: cute.Tensor
     dk: cute.Tensor
@@ -319,7 +310,6 @@ class HopperBackward:
             sQ: cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(sQ_layout)], 1024]
             sdO: cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(sdO_layout)], 1024]
             sdS: cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(sdS_layout)], 1024]
-            sdQ: cute.struct.Align[cute.struct.MemRange[Float32, schedule.dq_buffer], 1024]
 
         self.shared_storage = SharedStorage
 
@@ -436,7 +426,6 @@ class HopperBackward:
             view(storage.sdO, sdOt_layout),
             view(storage.sdS, sdS_layout),
             view(storage.sdS, sdSt_layout),
-            storage.sdQ.data_ptr(),
             storage.lse.get_tensor(cute.make_layout((schedule.tile_m, schedule.stages))),
             storage.delta.get_tensor(cute.make_layout((schedule.tile_m, schedule.grad_stages))),
             view(storage.sK, sdK_layout),
@@ -458,9 +447,6 @@ class HopperBackward:
             cute.arch.setmaxregister_decrease(schedule.producer_registers)
             if warp_idx == 0:
                 self.load(loads, mStatistics, shared, rings, call)
-            if const_expr(schedule.dq_path == "bulk"):
-                if (warp_idx > 0) & (warp_idx <= CONSUMERS):
-                    self.send(mdQ, shared, warp_idx - 1, call)
         else:
             cute.arch.setmaxregister_increase(schedule.consumer_registers)
             self.attend(products, stores, gradients, mdQ, shared, rings, call)
@@ -823,7 +809,7 @@ class HopperBackward:
             block = dq_head + m_block
             dq_block = last_block if lag == 1 else block
             if count >= lag:
-                self.take_dq(mdQ, shared, acc_dq, place, Int64(dq_block) * elements)
+                self.add_dq(mdQ, acc_dq, place, Int64(dq_block) * elements)
             last_block = block
             m_block = m_block + 1
             if m_block == rows.end:
@@ -835,7 +821,7 @@ class HopperBackward:
             self.turn(0).arrive_and_wait()
             acc_dq = self.request_dq(products, regs, (total - 1) % DS_STAGES)
             warpgroup.wait_group(0)
-            self.take_dq(mdQ, shared, acc_dq, place, Int64(last_block) * elements)
+            self.add_dq(mdQ, acc_dq, place, Int64(last_block) * elements)
 
     @cute.jit
     def begin_turns(self, shared: Shared, place: Place):
@@ -1014,74 +1000,25 @@ class HopperBackward:
         cute.arch.fence_proxy("async.shared", space="cta")
 
     @cute.jit
-    def take_dq(self, mdQ: cute.Tensor, shared: Shared, acc: cute.Tensor, place: Place, dq: Int64):
-        """Empty the registers of a block's dQ: into the workspace, or the buffer of `send`.
+    def add_dq(self, mdQ: cute.Tensor, acc: cute.Tensor, place: Place, dq: Int64):
+        """Add a warpgroup's part of a block's dQ to the workspace, where the block begins at dq.
 
         The workspace has, for each 64 rows and then each 8 columns, the four registers of each
         thread of the warpgroup that holds them: additions of 16 bytes a thread, in one piece.
         """
         schedule = self.schedule
-        thread = thread_of_warpgroup()
-        octets, by_threads = schedule.dq_columns // 8, schedule.dq_red_octets
+        octets = schedule.dq_columns // 8
         values = cute.make_tensor(acc.iterator, cute.make_layout((4, octets)))
-        if const_expr(schedule.dq_path == "bulk"):
-            self.hand_over(Barrier.DQ_EMPTY + place.warpgroup).arrive_and_wait()
-            layout = cute.make_layout((4, WARPGROUP, octets - by_threads))
-            buffer = self.dq_buffer(shared, place.warpgroup)
-            mine = cute.make_tensor(buffer, layout)[None, thread, None]
-            for o in cutlass.range_constexpr(by_threads, octets):
-                cute.autovec_copy(values[None, o], mine[None, o - by_threads])
-            cute.arch.fence_proxy("async.shared", space="cta")
-            self.hand_over(Barrier.DQ_FULL + place.warpgroup).arrive()
         target = mdQ.iterator + (dq + place.warpgroup * (schedule.dq_octet_step * OCTET))
-        mine_there = target + thread * 4
+        target = target + thread_of_warpgroup() * 4
         # What both warpgroups have (d96), warpgroup 0 adds.
-        twice = 0 if schedule.dq_path == "bulk" else octets - schedule.dq_octet_step
+        twice = octets - schedule.dq_octet_step
         if const_expr(twice > 0):
             if place.warpgroup == 0:
                 for o in cutlass.range_constexpr(twice):
-                    add_four(mine_there + o * OCTET, values, o)
-        for o in cutlass.range_constexpr(twice, by_threads):
-            add_four(mine_there + o * OCTET, values, o)
-
-    @cute.jit
-    def send(self, mdQ: cute.Tensor, shared: Shared, wg: Int32, call: Call):
-        """A warp: have what warpgroup ``wg`` puts into its buffer added to the workspace."""
-        schedule = self.schedule
-        work = self.locate(call)
-        if work.tile.m_block * schedule.tile_n < work.k.rows:
-            group = call.heads_q // call.heads_kv
-            octets = schedule.dq_columns // 8
-            # What both warpgroups have (d96), warpgroup 0 adds.
-            first = Int32(0)
-            if const_expr(octets > schedule.dq_octet_step):
-                first = wg * (octets - schedule.dq_octet_step)
-            source = self.dq_buffer(shared, wg) + first * OCTET
-            first = first + schedule.dq_red_octets
-            part = (wg * schedule.dq_octet_step + first) * OCTET
-            size = 4 * (octets - first) * OCTET
-            entry, first_block = self.workspace_entry(work)
-            head_idx = work.tile.head_idx * group
-            dq_head = (entry * call.heads_q + head_idx) * mdQ.shape[2] + first_block
-            for _ in cutlass.range(group, unroll=1):
-                for m_block in cutlass.range(work.rows.first, work.rows.end, unroll=1):
-                    self.hand_over(Barrier.DQ_EMPTY + wg).arrive()
-                    self.hand_over(Barrier.DQ_FULL + wg).arrive_and_wait()
-                    block = Int64(dq_head + m_block) * (schedule.tile_m * schedule.head_dim)
-                    with cute.arch.elect_one():
-                        add_bulk(mdQ.iterator + (block + part), source, size)
-                        cute.arch.cp_async_bulk_commit_group()
-                        cute.arch.cp_async_bulk_wait_group(0, read=True)
-                    cute.arch.sync_warp()
-                dq_head = dq_head + mdQ.shape[2]
-
-    def hand_over(self, barrier_id):
-        """A named barrier of a consumer warpgroup and the warp that sends its dQ."""
-        return pipeline.NamedBarrier(barrier_id=barrier_id, num_threads=WARPGROUP + 32)
-
-    def dq_buffer(self, shared: Shared, wg: Int32):
-        """Where warpgroup ``wg`` puts its part of a block's dQ."""
-        return (shared.dq + wg * (self.schedule.dq_buffer // CONSUMERS)).align(16)
+                    add_four(target + o * OCTET, values, o)
+        for o in cutlass.range_constexpr(twice, octets):
+            add_four(target + o * OCTET, values, o)
 
     @cute.jit
     def store_gradient(
@@ -1148,15 +1085,6 @@ def add_four(target: cute.Pointer, values: cute.Tensor, column: cutlass.Constexp
     cute.arch.inline_ptx(
         "red.global.add.v4.f32 [{$r0}], {{$r1}, {$r2}, {$r3}, {$r4}};",
         read_only_args=[target.toint(), *[values[i, column] for i in range(4)]],
-    )
-
-
-@cute.jit
-def add_bulk(target: cute.Pointer, source: cute.Pointer, num_bytes: Int32):
-    """target[:] += source[:], fp32, by the copy engine; the caller commits the group."""
-    cute.arch.inline_ptx(
-        "cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [{$r0}], [{$r1}], {$r2};",
-        read_only_args=[target.toint(), source.toint(), num_bytes],
     )
 
 
