@@ -92,7 +92,8 @@ class BackwardFinish:
         features, schedule = self.features, self.schedule
         tile_m, octets = schedule.tile_m, schedule.head_dim // 8
         heads, num_blocks = mSums.shape[1], mSums.shape[2]
-        block = cute.arch.block_idx()[0]
+        # From the last block to the first: the last sums are the ones that L2 still has.
+        block = cute.arch.grid_dim()[0] - 1 - cute.arch.block_idx()[0]
         pair = block // num_blocks
         block = block - pair * num_blocks
         entry = pair // heads  # of the workspace and of dense tensors
