@@ -129,7 +129,8 @@ def heads_in_group(problem: AttentionProblem) -> int:
     tiles of a long one would be left to the end. Where all tiles are alike, one head goes after
     the other.
     """
-    is_ragged = problem.packed_q or problem.has_seqused_q or problem.has_seqused_k
+    is_packed = problem.packed_q or problem.packed_k
+    is_ragged = is_packed or problem.has_seqused_q or problem.has_seqused_k
     if problem.window_right is None and not is_ragged:
         return 1
     row_bytes = 2 * (problem.head_dim + problem.head_dim_v)

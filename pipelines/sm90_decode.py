@@ -216,8 +216,9 @@ def decode_plan(
     warpgroups = 1 if packed_rows <= 64 else 2
     fits_one_tile = packed_rows <= 64 * warpgroups
     shapes = [
-        Shape(tile_n, stages, 1, *((240, 64) if warpgroups == 1 else (224, 56)))
+        Shape(tile_n, stages, 1, *role_registers(warpgroups, gathers))
         for tile_n in (128, 64, 32)
+        for gathers in [copy_rows(page_size, tile_n, features.cache_align) == 0]
         for stages in (4, 3, 2)
     ]
     if (
@@ -266,6 +267,16 @@ class Shape(NamedTuple):
     ctas_per_sm: int
     consumer_registers: int
     producer_registers: int
+
+
+def role_registers(warpgroups: int, gathers: bool) -> tuple[int, int]:
+    """Registers of a thread that attends and of one that loads, which needs more to gather rows.
+
+    Two warpgroups of 224 spill with every feature at once at head dim 256, of 232 they do not.
+    """
+    if warpgroups == 1:
+        return 240, 64
+    return (224, 56) if gathers else (232, 40)
 
 
 # Positions of the shortest part of few tiles for which the shape below was measured.

@@ -1107,8 +1107,9 @@ def test_packed_sequences_go_through_their_tiles_with_many_heads_at_once() -> No
     for window_right in (0, None):
         problem = dataclasses.replace(packed, window_right=window_right)
         assert launch.heads_in_group(problem) == 16
-    ragged = dataclasses.replace(PROBLEM, window_right=None, has_seqused_k=True)
-    assert launch.heads_in_group(ragged) == 64
+    for ragged in ({"has_seqused_k": True}, {"packed_k": True, "seqlen_k": 4 * 1024}):
+        problem = dataclasses.replace(PROBLEM, window_right=None, **ragged)
+        assert launch.heads_in_group(problem) == 64
 
 
 @settings(max_examples=200, deadline=None)

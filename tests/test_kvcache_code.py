@@ -78,6 +78,8 @@ SPECS = {
     "chunk": spec_of(128, {**PAGES, "has_right_bound": True}, 4096, 64),
     "chunk_merging": spec_of(256, {**PAGES, "has_right_bound": True}, 4096, 16, num_splits=3),
     "heaviest_tma": spec_of(256, HEAVIEST, 4096, 16),
+    "heaviest_tma_merging": spec_of(256, HEAVIEST, 4096, 16, num_splits=3),
+    "heaviest_tma_shared": spec_of(256, HEAVIEST, 100, 16),
     "heaviest_gather": spec_of(256, HEAVIEST, 4096, 1),
     "heaviest_merging": spec_of(256, HEAVIEST, 4096, 1, num_splits=3),
     "heaviest_shared": spec_of(256, HEAVIEST, 4, 1),
