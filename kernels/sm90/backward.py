@@ -42,11 +42,11 @@ A round is one block, and leaves no product in flight, which ptxas would not fol
     give the turn           dQ leaves while dK and S run
 
 The warpgroups take turns at requesting, so that one is busy with exponentials while the other has
-the tensor cores. A warpgroup comes to its turn with dS(j) stored, and knows that the other one came
-to the turn before with its own. Which is dS(j) of warpgroup 0 for warpgroup 1, but dS(j-1) of
-warpgroup 1 for warpgroup 0, whose dQ therefore is that of the block before: it begins with a dS of
-zeros whose dQ is dropped, and has a turn more at the end. Three stages of dS, because a warpgroup
-stores dS(j) while the other one may still read dS(j-2): that it has dQ(j-3) is known.
+the tensor cores. A warpgroup comes to its turn with its dS(j) stored, and knows that the other one
+came so to the turn before: warpgroup 0 with dS(j), but warpgroup 1 with dS(j-1). Hence warpgroup 0
+makes dQ of the block before. It begins with a dS of zeros, whose dQ is dropped, and has a turn more
+at the end. There are three stages of dS, because a warpgroup stores dS(j) while the other one may
+still read dS(j-2); that it has finished dQ(j-3) is known from the turn before.
 
 Shared memory is about as busy as the tensor cores: by `perf.roofline`, a block of 64 rows of d128
 takes 2560 clocks of these and 2432 of shared memory. Hence P^T and dS^T in registers, and dQ, which
