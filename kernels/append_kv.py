@@ -18,6 +18,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import BFloat16, Boolean, Float16, Float32, Int32, Int64, const_expr
 
+from fa4.kernels.blocks import fake_tensors
 from fa4.kernels.blocks.gqa_packing import divide
 from fa4.kernels.blocks.paging import CHUNK, Addressing, locate_position, vector_at
 from fa4.kernels.blocks.rotary import load_vector, rotated_chunk
@@ -272,13 +273,7 @@ def compile_append(features: AppendFeatures, schedule: None, arch: str, options:
     """Compile for any batch, lengths, heads and strides; see `AppendKV.__call__`."""
     dtype = DTYPES[features.dtype]
 
-    def strided(element, modes: int, present: bool = True, align: int | None = None):
-        if not present:
-            return None
-        shape = tuple(cute.sym_int() for _ in range(modes))
-        stride = (*(cute.sym_int64() for _ in range(modes - 1)), 1)
-        return cute.runtime.make_fake_tensor(element, shape, stride, assumed_align=align)
-
+    strided = fake_tensors.strided
     rotates = features.rotary is not None
     q_modes = 3 if features.packed_q else 4
     new_modes = 3 if features.packed_new else 4
@@ -301,6 +296,6 @@ def compile_append(features: AppendFeatures, schedule: None, arch: str, options:
         strided(Int32, 1, features.packed_new),
         strided(Int32, 1, features.has_rotary_seqlens),
         strided(Int32, table_modes, table_modes > 0),
-        cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True),
-        options=f"--enable-tvm-ffi --gpu-arch {arch} {options}".strip(),
+        fake_tensors.stream(),
+        options=fake_tensors.options(arch, options),
     )

@@ -14,7 +14,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import BFloat16, Float16, Float32, Int32, const_expr
 
-from fa4.kernels.blocks import accumulator, global_view
+from fa4.kernels.blocks import accumulator, fake_tensors, global_view
 from fa4.kernels.blocks.row_range import first_row_with_keys
 from fa4.kernels.blocks.sequence_bounds import sequence_bounds
 from fa4.kernels.blocks.tile_order import find_sequence
@@ -154,35 +154,17 @@ def compile_finish(
     features: FinishFeatures, schedule: FinishSchedule, arch: str, options: str = ""
 ):
     """Compile for any batch, lengths, heads and strides; see `BackwardFinish.__call__`."""
-    fake = cute.runtime.make_fake_tensor
-    modes = 3 if features.packed_q else 4
-    mdQ = fake(
-        DTYPES[features.dtype],
-        tuple(cute.sym_int() for _ in range(modes)),
-        (*(cute.sym_int64() for _ in range(modes - 1)), 1),
-        assumed_align=global_view.TMA_ALIGNMENT,
-    )
-    mSums = fake(
-        Float32,
-        tuple(cute.sym_int() for _ in range(4)),
-        (*(cute.sym_int64() for _ in range(3)), 1),
-        assumed_align=16,
-    )
-
-    def vector(present: bool):
-        return fake(Int32, (cute.sym_int(),), (1,)) if present else None
-
     return cute.compile(
         BackwardFinish(features, schedule),
-        mSums,
-        mdQ,
-        vector(features.packed_q),
-        vector(features.packed_k),
-        vector(features.has_seqused_q),
-        vector(features.has_seqused_k),
+        fake_tensors.strided(Float32, 4, align=16),
+        fake_tensors.rows(DTYPES[features.dtype], features.packed_q),
+        fake_tensors.vector(features.packed_q),
+        fake_tensors.vector(features.packed_k),
+        fake_tensors.vector(features.has_seqused_q),
+        fake_tensors.vector(features.has_seqused_k),
         Int32(1),
         Int32(0),
         Float32(1.0),
-        cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True),
-        options=f"--enable-tvm-ffi --gpu-arch {arch} {options}".strip(),
+        fake_tensors.stream(),
+        options=fake_tensors.options(arch, options),
     )

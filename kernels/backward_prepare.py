@@ -16,7 +16,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import BFloat16, Float16, Float32, Int32, const_expr
 
-from fa4.kernels.blocks import global_view, row_statistics
+from fa4.kernels.blocks import fake_tensors, global_view, row_statistics
 from fa4.kernels.blocks.online_softmax import LOG2_E
 from fa4.kernels.blocks.row_range import first_row_with_keys
 from fa4.kernels.blocks.sequence_bounds import sequence_bounds
@@ -172,20 +172,13 @@ def compile_prepare(
     features: PrepareFeatures, schedule: PrepareSchedule, arch: str, options: str = ""
 ):
     """Compile for any batch, lengths, heads and strides; see `BackwardPrepare.__call__`."""
+    dtype = DTYPES[features.dtype]
     fake = cute.runtime.make_fake_tensor
-    modes = 3 if features.packed_q else 4
-
-    def rows_tensor():
-        shape = tuple(cute.sym_int() for _ in range(modes))
-        stride = (*(cute.sym_int64() for _ in range(modes - 1)), 1)
-        return fake(DTYPES[features.dtype], shape, stride, assumed_align=global_view.TMA_ALIGNMENT)
 
     def row_values():
-        shape = tuple(cute.sym_int() for _ in range(modes - 1))
-        return fake(Float32, shape, tuple(cute.sym_int64() for _ in range(modes - 1)))
-
-    def vector(present: bool):
-        return fake(Int32, (cute.sym_int(),), (1,)) if present else None
+        modes = 2 if features.packed_q else 3
+        shape = tuple(cute.sym_int() for _ in range(modes))
+        return fake(Float32, shape, tuple(cute.sym_int64() for _ in range(modes)))
 
     workspace = fake(
         Float32,
@@ -195,17 +188,17 @@ def compile_prepare(
     )
     return cute.compile(
         BackwardPrepare(features, schedule),
-        rows_tensor(),
-        rows_tensor(),
+        fake_tensors.rows(dtype, features.packed_q),
+        fake_tensors.rows(dtype, features.packed_q),
         row_values(),
         row_values() if features.has_grad_lse else None,
         workspace,
-        vector(features.packed_q),
-        vector(features.packed_k),
-        vector(features.has_seqused_q),
-        vector(features.has_seqused_k),
+        fake_tensors.vector(features.packed_q),
+        fake_tensors.vector(features.packed_k),
+        fake_tensors.vector(features.has_seqused_q),
+        fake_tensors.vector(features.has_seqused_k),
         Int32(1),
         Int32(0),
-        cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True),
-        options=f"--enable-tvm-ffi --gpu-arch {arch} {options}".strip(),
+        fake_tensors.stream(),
+        options=fake_tensors.options(arch, options),
     )

@@ -17,6 +17,7 @@ import cutlass.cute as cute
 from cutlass import BFloat16, Float16, Float32, Int32, Int64
 from cutlass.memory import SmemAllocator
 
+from fa4.kernels.blocks import fake_tensors
 from fa4.kernels.blocks.gqa_packing import divide
 from fa4.kernels.blocks.online_softmax import LN_2, LOG2_E
 from fa4.kernels.features import CombineFeatures
@@ -339,12 +340,6 @@ class Combine:
 
 def compile_combine(features: CombineFeatures, schedule: None, arch: str, options: str = ""):
     """Compile for any number of splits, batch, rows and heads; see `Combine.__call__`."""
-
-    def strided(element, modes: int, align: int | None = None):
-        shape = tuple(cute.sym_int() for _ in range(modes))
-        stride = (*(cute.sym_int64() for _ in range(modes - 1)), 1)
-        return cute.runtime.make_fake_tensor(element, shape, stride, assumed_align=align)
-
     lse_partial = cute.runtime.make_fake_tensor(
         Float32,
         tuple(cute.sym_int() for _ in range(4)),
@@ -352,10 +347,10 @@ def compile_combine(features: CombineFeatures, schedule: None, arch: str, option
     )
     return cute.compile(
         Combine(features),
-        strided(DTYPES[features.partial_dtype], 5, align=16),
+        fake_tensors.strided(DTYPES[features.partial_dtype], 5, align=16),
         lse_partial,
-        strided(DTYPES[features.out_dtype], 4),
-        strided(Float32, 3),
-        cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True),
-        options=f"--enable-tvm-ffi --gpu-arch {arch} {options}".strip(),
+        fake_tensors.strided(DTYPES[features.out_dtype], 4),
+        fake_tensors.strided(Float32, 3),
+        fake_tensors.stream(),
+        options=fake_tensors.options(arch, options),
     )

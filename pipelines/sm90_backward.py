@@ -470,7 +470,7 @@ def one_kernel_schedules(features: BackwardFeatures) -> OneKernelSchedules:
             f"be at most {ONE_KERNEL_HEAD_DIM_MAX}"
         )
     # Measured on an H200, gradients kernel alone, TFLOP/s full/causal of 16 heads at 4k, bf16: d64
-    # 530/480, blocks of 64 rows at most 423/388; d128 595/560. Softcap in blocks of 128 rows spills.
+    # 530/480, in blocks of 64 rows 435/388; d128 595/560. Softcap in blocks of 128 rows spills.
     if (head_dim, head_dim_v) == (64, 64) and features.score == "plain":
         gradients = OneKernelSchedule(64, 64, 2 * ROWS, stages=3, grad_stages=2)
     else:

@@ -63,6 +63,43 @@ def tma_ring(
 
 
 @cute.jit
+def load_block(
+    tma: Tma,
+    gX: cute.Tensor,
+    sX: cute.Tensor,
+    ring: pipeline.PipelineAsync,
+    block_idx: Int32,
+    state: pipeline.PipelineState,
+    parts: cutlass.Constexpr[int] = 1,
+):
+    """Copy one block of gX (rows, dim, blocks) to the stage of sX, once that is free.
+
+    parts  this CTA copies one of so many, to every CTA of the cluster; all bytes of the stage are
+           waited for
+    """
+    part = cute.arch.block_idx_in_cluster() if const_expr(parts > 1) else 0
+    tXsX, tXgX = cpasync.tma_partition(
+        tma.atom,
+        part,
+        cute.make_layout(parts),
+        cute.group_modes(sX, 0, 2),
+        cute.group_modes(gX, 0, 2),
+    )
+    ring.producer_acquire(state)
+    full = ring.producer_get_barrier(state)
+    everyone = None
+    if const_expr(parts > 1):
+        everyone = cutlass.Int16((1 << parts) - 1)
+    cute.copy(
+        tma.atom,
+        tXgX[None, block_idx],
+        tXsX[None, state.index],
+        tma_bar_ptr=full,
+        mcast_mask=everyone,
+    )
+
+
+@cute.jit
 def stage_at(count: Int32, stages: cutlass.Constexpr[int], is_producer: cutlass.Constexpr[bool]):
     """Pipeline state of the ``count``-th use of a ring of ``stages`` buffers.
 

@@ -68,7 +68,7 @@ from cutlass import BFloat16, Float16, Float32, Int32, Int64, Uint32, const_expr
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync, tcgen05
 from cutlass.memory import SmemAllocator
 
-from fa4.kernels.blocks import global_view
+from fa4.kernels.blocks import fake_tensors, global_view
 from fa4.kernels.blocks.key_range import KeyRange, key_range
 from fa4.kernels.blocks.online_softmax import LOG2_E, finish_total, scale_scores, soft_cap
 from fa4.kernels.blocks.sequence_bounds import SequenceBounds, sequence_bounds
@@ -1409,35 +1409,18 @@ def compile_forward(
     caller's check that every stride in use is a multiple of 16 bytes.
     """
     dtype = DTYPES[features.dtype]
-    fake = cute.runtime.make_fake_tensor
-
-    def rows_tensor(is_packed: bool):
-        modes = 3 if is_packed else 4
-        shape = tuple(cute.sym_int() for _ in range(modes))
-        stride = (*(cute.sym_int64() for _ in range(modes - 1)), 1)
-        return fake(dtype, shape, stride, assumed_align=global_view.TMA_ALIGNMENT)
-
-    def vector(element, present: bool):
-        return fake(element, (cute.sym_int(),), (1,)) if present else None
-
-    lse_modes = 2 if features.packed_q else 3
-    mLSE = fake(
-        Float32,
-        tuple(cute.sym_int() for _ in range(lse_modes)),
-        (*(cute.sym_int64() for _ in range(lse_modes - 1)), 1),
-    )
     return cute.compile(
         BlackwellForward(features, schedule),
-        rows_tensor(features.packed_q),
-        rows_tensor(features.packed_k),
-        rows_tensor(features.packed_k),
-        rows_tensor(features.packed_q),
-        mLSE,
-        vector(Int32, features.packed_q),
-        vector(Int32, features.packed_k),
-        vector(Int32, features.has_seqused_q),
-        vector(Int32, features.has_seqused_k),
-        vector(DTYPES.get(features.sink_dtype), features.sink_dtype is not None),
+        fake_tensors.rows(dtype, features.packed_q),
+        fake_tensors.rows(dtype, features.packed_k),
+        fake_tensors.rows(dtype, features.packed_k),
+        fake_tensors.rows(dtype, features.packed_q),
+        fake_tensors.strided(Float32, 2 if features.packed_q else 3),
+        fake_tensors.vector(features.packed_q),
+        fake_tensors.vector(features.packed_k),
+        fake_tensors.vector(features.has_seqused_q),
+        fake_tensors.vector(features.has_seqused_k),
+        fake_tensors.vector(features.sink_dtype is not None, DTYPES.get(features.sink_dtype)),
         Float32(1.0),
         Float32(0.0),
         Int32(0),
@@ -1446,6 +1429,6 @@ def compile_forward(
         Int32(1),
         Int32(1),
         Int32(1),
-        cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True),
-        options=f"--enable-tvm-ffi --gpu-arch {arch} {options}".strip(),
+        fake_tensors.stream(),
+        options=fake_tensors.options(arch, options),
     )

@@ -70,12 +70,13 @@ from cutlass import BFloat16, Float16, Float32, Int32, Int64, const_expr
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warp, warpgroup
 from cutlass.memory import SmemAllocator
 
-from fa4.kernels.blocks import accumulator, global_view, row_statistics
+from fa4.kernels.blocks import accumulator, fake_tensors, global_view, row_statistics
+from fa4.kernels.blocks.matmul import matmul
 from fa4.kernels.blocks.online_softmax import LOG2_E, soft_cap
 from fa4.kernels.blocks.row_range import RowRange, row_range
 from fa4.kernels.blocks.sequence_bounds import SequenceBounds, sequence_bounds
 from fa4.kernels.blocks.tile_order import Tile, locate_tile, num_slots
-from fa4.kernels.blocks.tma_rings import Tma, stage_at, tma_copy, tma_ring
+from fa4.kernels.blocks.tma_rings import Tma, load_block, stage_at, tma_copy, tma_ring
 from fa4.kernels.features import BackwardFeatures
 from fa4.pipelines.sm90 import WARPGROUP
 from fa4.pipelines.sm90_backward import OneKernelSchedule
@@ -527,8 +528,8 @@ class HopperBackward:
         if work.num_blocks > 0:
             gK = self.tiles(k_tma, keys, (schedule.tile_n, schedule.head_dim))
             gV = self.tiles(v_tma, keys, (schedule.tile_n, schedule.head_dim_v))
-            self.load_tile(k_tma, gK, tile.m_block, shared.k, rings.k, once)
-            self.load_tile(v_tma, gV, tile.m_block, shared.v, rings.v, once)
+            load_block(k_tma, gK, shared.k, rings.k, tile.m_block, once)
+            load_block(v_tma, gV, shared.v, rings.v, tile.m_block, once)
         count = Int32(0)
         for g in cutlass.range(group, unroll=1):
             head_idx = tile.head_idx * group + g
@@ -540,9 +541,9 @@ class HopperBackward:
                 state = stage_at(count, schedule.stages, True)
                 grad_state = stage_at(count, schedule.grad_stages, True)
                 place = (first_block + m_block) * schedule.tile_m
-                self.load_tile(q_tma, gQ, m_block, shared.q, rings.q, state)
+                load_block(q_tma, gQ, shared.q, rings.q, m_block, state)
                 self.load_statistics(lse, place, shared.lse, rings.q, state)
-                self.load_tile(do_tma, gdO, m_block, shared.do, rings.do, grad_state)
+                load_block(do_tma, gdO, shared.do, rings.do, m_block, grad_state)
                 self.load_statistics(delta, place, shared.delta, rings.do, grad_state)
                 count = count + 1
         # No tail: barriers are this CTA's own, and its shared memory lives until its last warp.
@@ -552,28 +553,6 @@ class HopperBackward:
         head_idx, batch_idx, start, length = sequence
         rows = global_view.one_sequence(tma.tensor, tma.units, start, length, head_idx, batch_idx)
         return cute.local_tile(rows, tile, (None, 0))
-
-    @cute.jit
-    def load_tile(
-        self,
-        tma: Tma,
-        gX: cute.Tensor,
-        block_idx: Int32,
-        sX: cute.Tensor,
-        ring: pipeline.PipelineAsync,
-        state: pipeline.PipelineState,
-    ):
-        """Copy one block of gX (rows, dim, blocks) to the stage of sX, once that is free."""
-        tXsX, tXgX = cpasync.tma_partition(
-            tma.atom,
-            0,
-            cute.make_layout(1),
-            cute.group_modes(sX, 0, 2),
-            cute.group_modes(gX, 0, 2),
-        )
-        ring.producer_acquire(state)
-        full = ring.producer_get_barrier(state)
-        cute.copy(tma.atom, tXgX[None, block_idx], tXsX[None, state.index], tma_bar_ptr=full)
 
     @cute.jit
     def load_statistics(
@@ -756,7 +735,7 @@ class HopperBackward:
         rings.k.consumer_wait(once)
         rings.q.consumer_wait(state)
         q = regs.q[None, None, None, state.index]
-        self.matmul(products.scores, regs.scores, regs.k, q, False)
+        matmul(products.scores, regs.scores, regs.k, q, False)
         rings.v.consumer_wait(once)
         warpgroup.wait_group(0)
         for count in cutlass.range(cute.arch.make_warp_uniform(total), unroll=1):
@@ -764,13 +743,13 @@ class HopperBackward:
             grad_state = stage_at(count, schedule.grad_stages, False)
             rings.do.consumer_wait(grad_state)
             do = regs.do[None, None, None, grad_state.index]
-            self.matmul(products.scores, regs.dp, regs.v, do, False)
+            matmul(products.scores, regs.dp, regs.v, do, False)
             self.probabilities(regs, shared, state.index, m_block, place, work, call, clear)
             accumulator.round_into(regs.p, regs.scores)
             p = accumulator.as_operand_a(regs.p)
             dot = regs.dot[None, None, None, grad_state.index]
             if const_expr(schedule.requests_dv_early):
-                self.matmul(products.dv, regs.dv, p, dot, True)
+                matmul(products.dv, regs.dv, p, dot, True)
                 # dP is done, dV is not.
                 warpgroup.wait_group(1)
             else:
@@ -791,17 +770,17 @@ class HopperBackward:
                 rings.q.consumer_wait(next_state)
             self.turn(place.warpgroup).arrive_and_wait()
             if const_expr(not schedule.requests_dv_early):
-                self.matmul(products.dv, regs.dv, p, dot, True)
+                matmul(products.dv, regs.dv, p, dot, True)
             acc_dq = self.request_dq(products, regs, (count + DS_STAGES - lag) % DS_STAGES)
             ds = accumulator.as_operand_a(regs.rounded_ds)
             qt = regs.qt[None, None, None, state.index]
-            self.matmul(products.dk, regs.dk, ds, qt, True)
+            matmul(products.dk, regs.dk, ds, qt, True)
             if const_expr(not schedule.requests_dv_early):
                 # dV is done, dQ and dK are not.
                 warpgroup.wait_group(2)
                 rings.do.consumer_release(grad_state)
             q = regs.q[None, None, None, next_index]
-            self.matmul(products.scores, regs.scores, regs.k, q, False)
+            matmul(products.scores, regs.scores, regs.k, q, False)
             self.turn(1 - place.warpgroup).arrive()
 
             # dQ is done, dK and S are not.
@@ -853,27 +832,8 @@ class HopperBackward:
         shape = products.dq.partition_shape_C((KEYS, self.schedule.dq_columns))
         acc = cute.make_rmem_tensor(shape, Float32)
         ds = regs.ds[None, None, None, stage]
-        self.matmul(products.dq, acc, ds, regs.kt, False)
+        matmul(products.dq, acc, ds, regs.kt, False)
         return acc
-
-    @cute.jit
-    def matmul(
-        self,
-        tiled_mma: cute.TiledMma,
-        acc: cute.Tensor,
-        a: cute.Tensor,
-        b: cute.Tensor,
-        accumulates: cutlass.Constexpr[bool],
-    ):
-        """Issue acc (+)= a b as one wgmma group; the caller waits for it."""
-        # An atom of our own: the accumulate flag is state, which must not leave this region.
-        atom = cute.make_mma_atom(tiled_mma.op)
-        atom.set(warpgroup.Field.ACCUMULATE, accumulates)
-        warpgroup.fence()
-        for k in cutlass.range_constexpr(cute.size(a, mode=[2])):
-            cute.gemm(atom, acc, a[None, None, k], b[None, None, k], acc)
-            atom.set(warpgroup.Field.ACCUMULATE, True)
-        warpgroup.commit_group()
 
     @cute.jit
     def probabilities(
@@ -1096,41 +1056,25 @@ def compile_backward(
     As in `fa4.kernels.sm90.forward`, every stride in use must be a multiple of 16 bytes.
     """
     dtype = DTYPES[features.dtype]
-    fake = cute.runtime.make_fake_tensor
-
-    def rows_tensor(is_packed: bool):
-        modes = 3 if is_packed else 4
-        shape = tuple(cute.sym_int() for _ in range(modes))
-        stride = (*(cute.sym_int64() for _ in range(modes - 1)), 1)
-        return fake(dtype, shape, stride, assumed_align=global_view.TMA_ALIGNMENT)
-
-    def workspace():
-        shape = tuple(cute.sym_int() for _ in range(4))
-        stride = (*(cute.sym_int64() for _ in range(3)), 1)
-        return fake(Float32, shape, stride, assumed_align=16)
-
-    def vector(present: bool):
-        return fake(Int32, (cute.sym_int(),), (1,)) if present else None
-
     return cute.compile(
         HopperBackward(features, schedule),
-        rows_tensor(features.packed_q),
-        rows_tensor(features.packed_k),
-        rows_tensor(features.packed_k),
-        rows_tensor(features.packed_q),
-        workspace(),
-        workspace(),
-        rows_tensor(features.packed_k),
-        rows_tensor(features.packed_k),
-        vector(features.packed_q),
-        vector(features.packed_k),
-        vector(features.has_seqused_q),
-        vector(features.has_seqused_k),
+        fake_tensors.rows(dtype, features.packed_q),
+        fake_tensors.rows(dtype, features.packed_k),
+        fake_tensors.rows(dtype, features.packed_k),
+        fake_tensors.rows(dtype, features.packed_q),
+        fake_tensors.strided(Float32, 4, align=16),
+        fake_tensors.strided(Float32, 4, align=16),
+        fake_tensors.rows(dtype, features.packed_k),
+        fake_tensors.rows(dtype, features.packed_k),
+        fake_tensors.vector(features.packed_q),
+        fake_tensors.vector(features.packed_k),
+        fake_tensors.vector(features.has_seqused_q),
+        fake_tensors.vector(features.has_seqused_k),
         Float32(1.0),
         Float32(0.0),
         Int32(0),
         Int32(0),
         Int32(1),
-        cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True),
-        options=f"--enable-tvm-ffi --gpu-arch {arch} {options}".strip(),
+        fake_tensors.stream(),
+        options=fake_tensors.options(arch, options),
     )

@@ -48,11 +48,18 @@ from cutlass import BFloat16, Float16, Float32, Int32, const_expr
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warp, warpgroup
 from cutlass.memory import SmemAllocator
 
-from fa4.kernels.blocks import accumulator, global_view, row_statistics, score_gradient
+from fa4.kernels.blocks import (
+    accumulator,
+    fake_tensors,
+    global_view,
+    row_statistics,
+    score_gradient,
+)
+from fa4.kernels.blocks.matmul import matmul
 from fa4.kernels.blocks.row_range import RowRange, row_range
 from fa4.kernels.blocks.sequence_bounds import SequenceBounds, sequence_bounds
 from fa4.kernels.blocks.tile_order import Tile, locate_tile, num_slots
-from fa4.kernels.blocks.tma_rings import Tma, stage_at, tma_copy, tma_ring
+from fa4.kernels.blocks.tma_rings import Tma, load_block, stage_at, tma_copy, tma_ring
 from fa4.kernels.features import BackwardFeatures
 from fa4.pipelines.sm90 import WARPGROUP
 from fa4.pipelines.sm90_backward import ROWS, DkvSchedule
@@ -445,14 +452,14 @@ class HopperBackwardDkv:
             gGrad = self.row_blocks(grad_tma, work, head_idx, batch_q, schedule.head_dim_v)
             if i == 0:
                 gK = self.key_tiles(k_tma, work, work.k.length, schedule.head_dim)
-                self.load_tile(k_tma, gK, shared.k, rings.k, work.n_block, once, 1)
-            self.load_tile(q_tma, gQ, shared.q, rings.q, block, q_state, parts)
+                load_block(k_tma, gK, shared.k, rings.k, work.n_block, once)
+            load_block(q_tma, gQ, shared.q, rings.q, block, q_state, parts)
             gLse = mStatistics[0, batch_q, head_idx, None]
             self.load_row(gLse, shared.lse, rings.q, first_block + block, q_state)
             if i == 0:
                 gV = self.key_tiles(v_tma, work, work.k.length, schedule.head_dim_v)
-                self.load_tile(v_tma, gV, shared.v, rings.v, work.n_block, once, 1)
-            self.load_tile(grad_tma, gGrad, shared.grad, rings.grad, block, grad_state, parts)
+                load_block(v_tma, gV, shared.v, rings.v, work.n_block, once)
+            load_block(grad_tma, gGrad, shared.grad, rings.grad, block, grad_state, parts)
             gDelta = mStatistics[1, batch_q, head_idx, None]
             self.load_row(gDelta, shared.delta, rings.grad, first_block + block, grad_state)
             block = block + 1
@@ -480,43 +487,6 @@ class HopperBackwardDkv:
             tma.tensor, tma.units, work.k.start, length, work.tile.head_idx, batch_k
         )
         return cute.local_tile(rows, (self.schedule.tile_n, dim), (None, 0))
-
-    @cute.jit
-    def load_tile(
-        self,
-        tma: Tma,
-        gX: cute.Tensor,
-        sX: cute.Tensor,
-        ring: pipeline.PipelineAsync,
-        block_idx: Int32,
-        state: pipeline.PipelineState,
-        parts: cutlass.Constexpr[int],
-    ):
-        """Copy one block of gX (rows, dim, blocks) to the stage of sX, once that is free.
-
-        parts  this CTA copies one of so many, to every CTA of the cluster; all bytes of the stage
-               are waited for
-        """
-        part = cute.arch.block_idx_in_cluster() if const_expr(parts > 1) else 0
-        tXsX, tXgX = cpasync.tma_partition(
-            tma.atom,
-            part,
-            cute.make_layout(parts),
-            cute.group_modes(sX, 0, 2),
-            cute.group_modes(gX, 0, 2),
-        )
-        ring.producer_acquire(state)
-        full = ring.producer_get_barrier(state)
-        everyone = None
-        if const_expr(parts > 1):
-            everyone = cutlass.Int16((1 << parts) - 1)
-        cute.copy(
-            tma.atom,
-            tXgX[None, block_idx],
-            tXsX[None, state.index],
-            tma_bar_ptr=full,
-            mcast_mask=everyone,
-        )
 
     @cute.jit
     def load_row(
@@ -571,7 +541,7 @@ class HopperBackwardDkv:
             q_state = stage_at(Int32(0), schedule.q_stages, False)
             rings.q.consumer_wait(q_state)
             q_block = q_operand[None, None, None, q_state.index]
-            self.matmul(mma_scores, scores, k_operand, q_block, False)
+            matmul(mma_scores, scores, k_operand, q_block, False)
             warpgroup.wait_group(0)
             block = rows.first
             self.weigh(scores, slopes, shared, q_state, block, thread, work, call)
@@ -587,11 +557,11 @@ class HopperBackwardDkv:
                 grad_state = stage_at(i - 1, schedule.grad_stages, False)
                 rings.q.consumer_wait(q_state)
                 q_block = q_operand[None, None, None, q_state.index]
-                self.matmul(mma_scores, scores, k_operand, q_block, False)
+                matmul(mma_scores, scores, k_operand, q_block, False)
                 rings.grad.consumer_wait(grad_state)
                 p = accumulator.as_operand_a(rounded)
                 grad_block = grad_operand[None, None, None, grad_state.index]
-                self.matmul(mma_dv, acc, p, grad_block, True)
+                matmul(mma_dv, acc, p, grad_block, True)
                 warpgroup.wait_group(1)
                 self.weigh(scores, slopes, shared, q_state, block, thread, work, call)
                 rings.q.consumer_release(q_state)
@@ -604,7 +574,7 @@ class HopperBackwardDkv:
             rings.grad.consumer_wait(grad_state)
             p = accumulator.as_operand_a(rounded)
             grad_block = grad_operand[None, None, None, grad_state.index]
-            self.matmul(mma_dv, acc, p, grad_block, True)
+            matmul(mma_dv, acc, p, grad_block, True)
             warpgroup.wait_group(0)
             rings.grad.consumer_release(grad_state)
         self.store(
@@ -731,7 +701,7 @@ class HopperBackwardDkv:
             grad_state = stage_at(Int32(0), schedule.grad_stages, False)
             rings.grad.consumer_wait(grad_state)
             grad_block = grad_operand[None, None, None, grad_state.index]
-            self.matmul(mma_scores, dp, v_operand, grad_block, False)
+            matmul(mma_scores, dp, v_operand, grad_block, False)
             warpgroup.wait_group(0)
             self.differentiate(dp, shared, grad_state, Int32(0), num_steps, thread)
             rings.grad.consumer_release(grad_state)
@@ -745,9 +715,9 @@ class HopperBackwardDkv:
                 grad_block = grad_operand[None, None, None, grad_state.index]
                 if const_expr(schedule.grad_stages > 1):
                     rings.grad.consumer_wait(grad_state)
-                    self.matmul(mma_scores, dp, v_operand, grad_block, False)
+                    matmul(mma_scores, dp, v_operand, grad_block, False)
                     rings.q.consumer_wait(q_state)
-                    self.matmul(mma_dk, acc, ds, q_block, True)
+                    matmul(mma_dk, acc, ds, q_block, True)
                     warpgroup.wait_group(1)
                     self.differentiate(dp, shared, grad_state, i, num_steps, thread)
                     rings.grad.consumer_release(grad_state)
@@ -755,9 +725,9 @@ class HopperBackwardDkv:
                     rings.q.consumer_release(q_state)
                 else:
                     rings.q.consumer_wait(q_state)
-                    self.matmul(mma_dk, acc, ds, q_block, True)
+                    matmul(mma_dk, acc, ds, q_block, True)
                     rings.grad.consumer_wait(grad_state)
-                    self.matmul(mma_scores, dp, v_operand, grad_block, False)
+                    matmul(mma_scores, dp, v_operand, grad_block, False)
                     warpgroup.wait_group(1)
                     rings.q.consumer_release(q_state)
                     warpgroup.wait_group(0)
@@ -769,7 +739,7 @@ class HopperBackwardDkv:
             rings.q.consumer_wait(q_state)
             ds = accumulator.as_operand_a(rounded)
             q_block = q_operand[None, None, None, q_state.index]
-            self.matmul(mma_dk, acc, ds, q_block, True)
+            matmul(mma_dk, acc, ds, q_block, True)
             warpgroup.wait_group(0)
             rings.q.consumer_release(q_state)
         self.store(
@@ -816,25 +786,6 @@ class HopperBackwardDkv:
         for r in cutlass.range_constexpr(2):
             for c in cutlass.range_constexpr(cute.size(tile, mode=[1])):
                 tile[r, c] = weights[r, c].to(Float32) * (tile[r, c] - delta_columns[r, c])
-
-    @cute.jit
-    def matmul(
-        self,
-        tiled_mma: cute.TiledMma,
-        acc: cute.Tensor,
-        a: cute.Tensor,
-        b: cute.Tensor,
-        accumulates: cutlass.Constexpr[bool],
-    ):
-        """Issue acc (+)= a b as one wgmma group; the caller waits for it."""
-        # An atom of our own: the accumulate flag is state, which must not leave this region.
-        atom = cute.make_mma_atom(tiled_mma.op)
-        atom.set(warpgroup.Field.ACCUMULATE, accumulates)
-        warpgroup.fence()
-        for k in cutlass.range_constexpr(cute.size(a, mode=[2])):
-            cute.gemm(atom, acc, a[None, None, k], b[None, None, k], acc)
-            atom.set(warpgroup.Field.ACCUMULATE, True)
-        warpgroup.commit_group()
 
     @cute.jit
     def store(
@@ -905,18 +856,8 @@ def compile_dkv(features: BackwardFeatures, schedule: DkvSchedule, arch: str, op
     Strides of the tensors that TMA reads or writes are promised nothing here:
     `global_view.rows_first` relies on the caller's check that they are multiples of 16 bytes.
     """
-    fake = cute.runtime.make_fake_tensor
-
-    def rows_tensor(is_packed: bool):
-        modes = 3 if is_packed else 4
-        shape = tuple(cute.sym_int() for _ in range(modes))
-        stride = (*(cute.sym_int64() for _ in range(modes - 1)), 1)
-        return fake(DTYPES[features.dtype], shape, stride, assumed_align=global_view.TMA_ALIGNMENT)
-
-    def vector(present: bool):
-        return fake(Int32, (cute.sym_int(),), (1,)) if present else None
-
-    statistics = fake(
+    dtype = DTYPES[features.dtype]
+    statistics = cute.runtime.make_fake_tensor(
         Float32,
         (2, *(cute.sym_int() for _ in range(3))),
         (*(cute.sym_int64(divisibility=16) for _ in range(3)), 1),
@@ -924,22 +865,22 @@ def compile_dkv(features: BackwardFeatures, schedule: DkvSchedule, arch: str, op
     )
     return cute.compile(
         HopperBackwardDkv(features, schedule),
-        rows_tensor(features.packed_q),
-        rows_tensor(features.packed_k),
-        rows_tensor(features.packed_k),
-        rows_tensor(features.packed_q),
+        fake_tensors.rows(dtype, features.packed_q),
+        fake_tensors.rows(dtype, features.packed_k),
+        fake_tensors.rows(dtype, features.packed_k),
+        fake_tensors.rows(dtype, features.packed_q),
         statistics,
-        rows_tensor(features.packed_k),
-        rows_tensor(features.packed_k),
-        vector(features.packed_q),
-        vector(features.packed_k),
-        vector(features.has_seqused_q),
-        vector(features.has_seqused_k),
+        fake_tensors.rows(dtype, features.packed_k),
+        fake_tensors.rows(dtype, features.packed_k),
+        fake_tensors.vector(features.packed_q),
+        fake_tensors.vector(features.packed_k),
+        fake_tensors.vector(features.has_seqused_q),
+        fake_tensors.vector(features.has_seqused_k),
         Float32(1.0),
         Float32(0.0),
         Int32(0),
         Int32(0),
         Int32(1),
-        cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True),
-        options=f"--enable-tvm-ffi --gpu-arch {arch} {options}".strip(),
+        fake_tensors.stream(),
+        options=fake_tensors.options(arch, options),
     )

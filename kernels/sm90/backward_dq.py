@@ -40,12 +40,19 @@ from cutlass import BFloat16, Float16, Float32, Int32, const_expr
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warp, warpgroup
 from cutlass.memory import SmemAllocator
 
-from fa4.kernels.blocks import accumulator, global_view, row_statistics, score_gradient
+from fa4.kernels.blocks import (
+    accumulator,
+    fake_tensors,
+    global_view,
+    row_statistics,
+    score_gradient,
+)
 from fa4.kernels.blocks.key_range import KeyRange, key_range
+from fa4.kernels.blocks.matmul import matmul
 from fa4.kernels.blocks.row_range import first_row_with_keys
 from fa4.kernels.blocks.sequence_bounds import SequenceBounds, sequence_bounds
 from fa4.kernels.blocks.tile_order import Tile, locate_tile, num_slots
-from fa4.kernels.blocks.tma_rings import Tma, stage_at, tma_copy, tma_ring
+from fa4.kernels.blocks.tma_rings import Tma, load_block, stage_at, tma_copy, tma_ring
 from fa4.kernels.features import BackwardFeatures
 from fa4.pipelines.sm90 import WARPGROUP
 from fa4.pipelines.sm90_backward import ROWS, DqSchedule
@@ -425,18 +432,18 @@ class HopperBackwardDq:
             block = keys.first + i
             k_state = stage_at(i, schedule.k_stages, True)
             v_state = stage_at(i, schedule.v_stages, True)
-            self.load_tile(k_tma, gK, shared.k, rings.k, block, k_state, parts)
+            load_block(k_tma, gK, shared.k, rings.k, block, k_state, parts)
             if i == 0:
                 for w in cutlass.range_constexpr(WARPGROUPS):
                     state = stage_at(Int32(w), WARPGROUPS, True)
                     m_idx = work.m_block * WARPGROUPS + w
-                    self.load_tile(q_tma, gQ, shared.q, rings.q, m_idx, state, 1)
-            self.load_tile(v_tma, gV, shared.v, rings.v, block, v_state, parts)
+                    load_block(q_tma, gQ, shared.q, rings.q, m_idx, state)
+            load_block(v_tma, gV, shared.v, rings.v, block, v_state, parts)
             if i == 0:
                 for w in cutlass.range_constexpr(WARPGROUPS):
                     state = stage_at(Int32(w), WARPGROUPS, True)
                     m_idx = work.m_block * WARPGROUPS + w
-                    self.load_tile(grad_tma, gGrad, shared.grad, rings.grad, m_idx, state, 1)
+                    load_block(grad_tma, gGrad, shared.grad, rings.grad, m_idx, state)
         # No tail: barriers are this CTA's own, and its shared memory lives until its last warp.
 
     def query_tiles(self, tma: Tma, work: Work, length: Int32, dim: int):
@@ -457,43 +464,6 @@ class HopperBackwardDq:
             tma.tensor, tma.units, work.k.start + keys.origin, keys.length, head_kv, batch_idx
         )
         return cute.local_tile(rows, (self.schedule.tile_n, dim), (None, 0))
-
-    @cute.jit
-    def load_tile(
-        self,
-        tma: Tma,
-        gX: cute.Tensor,
-        sX: cute.Tensor,
-        ring: pipeline.PipelineAsync,
-        block_idx: Int32,
-        state: pipeline.PipelineState,
-        parts: cutlass.Constexpr[int],
-    ):
-        """Copy one block of gX (rows, dim, blocks) to the stage of sX, once that is free.
-
-        parts  this CTA copies one of so many, to every CTA of the cluster; all bytes of the stage
-               are waited for
-        """
-        part = cute.arch.block_idx_in_cluster() if const_expr(parts > 1) else 0
-        tXsX, tXgX = cpasync.tma_partition(
-            tma.atom,
-            part,
-            cute.make_layout(parts),
-            cute.group_modes(sX, 0, 2),
-            cute.group_modes(gX, 0, 2),
-        )
-        ring.producer_acquire(state)
-        full = ring.producer_get_barrier(state)
-        everyone = None
-        if const_expr(parts > 1):
-            everyone = cutlass.Int16((1 << parts) - 1)
-        cute.copy(
-            tma.atom,
-            tXgX[None, block_idx],
-            tXsX[None, state.index],
-            tma_bar_ptr=full,
-            mcast_mask=everyone,
-        )
 
     @cute.jit
     def differentiate(
@@ -599,10 +569,10 @@ class HopperBackwardDq:
             self.turn(place.warpgroup).arrive_and_wait()
         rings.k.consumer_wait(k_state)
         k = regs.k[None, None, None, k_state.index]
-        self.matmul(mma_scores, regs.scores, regs.q, k, False)
+        matmul(mma_scores, regs.scores, regs.q, k, False)
         rings.v.consumer_wait(v_state)
         v = regs.v[None, None, None, v_state.index]
-        self.matmul(mma_scores, regs.dp, regs.grad, v, False)
+        matmul(mma_scores, regs.dp, regs.grad, v, False)
         if const_expr(schedule.takes_turns):
             self.turn(1 - place.warpgroup).arrive()
         warpgroup.wait_group(1)
@@ -620,13 +590,13 @@ class HopperBackwardDq:
                 self.turn(place.warpgroup).arrive_and_wait()
             dx = accumulator.as_operand_a(regs.rounded)
             k_before = regs.k_transposed[None, None, None, before.index]
-            self.matmul(mma_dq, regs.dq, dx, k_before, True)
+            matmul(mma_dq, regs.dq, dx, k_before, True)
             rings.k.consumer_wait(k_state)
             k = regs.k[None, None, None, k_state.index]
-            self.matmul(mma_scores, regs.scores, regs.q, k, False)
+            matmul(mma_scores, regs.scores, regs.q, k, False)
             rings.v.consumer_wait(v_state)
             v = regs.v[None, None, None, v_state.index]
-            self.matmul(mma_scores, regs.dp, regs.grad, v, False)
+            matmul(mma_scores, regs.dp, regs.grad, v, False)
             if const_expr(schedule.takes_turns):
                 self.turn(1 - place.warpgroup).arrive()
             warpgroup.wait_group(2)
@@ -645,7 +615,7 @@ class HopperBackwardDq:
         k_state = stage_at(num_blocks - 1, schedule.k_stages, False)
         dx = accumulator.as_operand_a(regs.rounded)
         k = regs.k_transposed[None, None, None, k_state.index]
-        self.matmul(mma_dq, regs.dq, dx, k, True)
+        matmul(mma_dq, regs.dq, dx, k, True)
         warpgroup.wait_group(0)
 
     @cute.jit
@@ -683,25 +653,6 @@ class HopperBackwardDq:
         for r in cutlass.range_constexpr(2):
             for c in cutlass.range_constexpr(cute.size(dp, mode=[1])):
                 dp[r, c] = weights[r, c] * (dp[r, c] - regs.delta[r])
-
-    @cute.jit
-    def matmul(
-        self,
-        tiled_mma: cute.TiledMma,
-        acc: cute.Tensor,
-        a: cute.Tensor,
-        b: cute.Tensor,
-        accumulates: cutlass.Constexpr[bool],
-    ):
-        """Issue acc (+)= a b as one wgmma group; the caller waits for it."""
-        # An atom of our own: the accumulate flag is state, which must not leave this region.
-        atom = cute.make_mma_atom(tiled_mma.op)
-        atom.set(warpgroup.Field.ACCUMULATE, accumulates)
-        warpgroup.fence()
-        for k in cutlass.range_constexpr(cute.size(a, mode=[2])):
-            cute.gemm(atom, acc, a[None, None, k], b[None, None, k], acc)
-            atom.set(warpgroup.Field.ACCUMULATE, True)
-        warpgroup.commit_group()
 
     @cute.jit
     def store(
@@ -761,18 +712,8 @@ def compile_dq(features: BackwardFeatures, schedule: DqSchedule, arch: str, opti
     Strides of the tensors that TMA reads or writes are promised nothing here:
     `global_view.rows_first` relies on the caller's check that they are multiples of 16 bytes.
     """
-    fake = cute.runtime.make_fake_tensor
-
-    def rows_tensor(is_packed: bool):
-        modes = 3 if is_packed else 4
-        shape = tuple(cute.sym_int() for _ in range(modes))
-        stride = (*(cute.sym_int64() for _ in range(modes - 1)), 1)
-        return fake(DTYPES[features.dtype], shape, stride, assumed_align=global_view.TMA_ALIGNMENT)
-
-    def vector(present: bool):
-        return fake(Int32, (cute.sym_int(),), (1,)) if present else None
-
-    statistics = fake(
+    dtype = DTYPES[features.dtype]
+    statistics = cute.runtime.make_fake_tensor(
         Float32,
         (2, *(cute.sym_int() for _ in range(3))),
         (*(cute.sym_int64(divisibility=16) for _ in range(3)), 1),
@@ -780,21 +721,21 @@ def compile_dq(features: BackwardFeatures, schedule: DqSchedule, arch: str, opti
     )
     return cute.compile(
         HopperBackwardDq(features, schedule),
-        rows_tensor(features.packed_q),
-        rows_tensor(features.packed_k),
-        rows_tensor(features.packed_k),
-        rows_tensor(features.packed_q),
+        fake_tensors.rows(dtype, features.packed_q),
+        fake_tensors.rows(dtype, features.packed_k),
+        fake_tensors.rows(dtype, features.packed_k),
+        fake_tensors.rows(dtype, features.packed_q),
         statistics,
-        rows_tensor(features.packed_q),
-        vector(features.packed_q),
-        vector(features.packed_k),
-        vector(features.has_seqused_q),
-        vector(features.has_seqused_k),
+        fake_tensors.rows(dtype, features.packed_q),
+        fake_tensors.vector(features.packed_q),
+        fake_tensors.vector(features.packed_k),
+        fake_tensors.vector(features.has_seqused_q),
+        fake_tensors.vector(features.has_seqused_k),
         Float32(1.0),
         Float32(0.0),
         Int32(0),
         Int32(0),
         Int32(1),
-        cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True),
-        options=f"--enable-tvm-ffi --gpu-arch {arch} {options}".strip(),
+        fake_tensors.stream(),
+        options=fake_tensors.options(arch, options),
     )

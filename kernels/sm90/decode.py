@@ -43,7 +43,7 @@ from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
 from cutlass.memory import SmemAllocator
 
 from fa4.kernels import combine
-from fa4.kernels.blocks import accumulator, global_view
+from fa4.kernels.blocks import accumulator, fake_tensors, global_view
 from fa4.kernels.blocks.gqa_packing import (
     PackedRange,
     divide,
@@ -61,6 +61,7 @@ from fa4.kernels.blocks.key_splits import (
     Segment,
     Shares,
 )
+from fa4.kernels.blocks.matmul import matmul
 from fa4.kernels.blocks.online_softmax import (
     LOG2_E,
     finish_row,
@@ -780,7 +781,7 @@ class HopperDecode:
         # The first block has nothing to overlap with.
         k_state = stage_at(blocks_read, self.schedule.stages, False)
         self.wait_full(rings.k, k_state)
-        self.matmul(mma_qk, regs.scores, regs.q, regs.k[None, None, None, k_state.index], False)
+        matmul(mma_qk, regs.scores, regs.q, regs.k[None, None, None, k_state.index], False)
         warpgroup.wait_group(0)
         rings.k.consumer_release(k_state)
         self.softmax(regs, place, call, segment.end - 1, is_first=True, is_masked=True)
@@ -809,7 +810,7 @@ class HopperDecode:
         self.wait_full(rings.v, v_state)
         self.clear_dead_values(v_bytes, v_state, place, keys, segment.first)
         p = accumulator.as_operand_a(regs.probabilities)
-        self.matmul(mma_pv, regs.out, p, regs.v[None, None, None, v_state.index], True)
+        matmul(mma_pv, regs.out, p, regs.v[None, None, None, v_state.index], True)
         warpgroup.wait_group(0)
         rings.v.consumer_release(v_state)
         return blocks_read + 1
@@ -840,8 +841,8 @@ class HopperDecode:
         self.wait_full(rings.v, v_state)
         self.clear_dead_values(v_bytes, v_state, place, keys, n_block + 1)
         self.wait_full(rings.k, k_state)
-        self.matmul(mma_qk, regs.scores, regs.q, regs.k[None, None, None, k_state.index], False)
-        self.matmul(mma_pv, regs.out, p, regs.v[None, None, None, v_state.index], True)
+        matmul(mma_qk, regs.scores, regs.q, regs.k[None, None, None, k_state.index], False)
+        matmul(mma_pv, regs.out, p, regs.v[None, None, None, v_state.index], True)
         warpgroup.wait_group(1)
         rings.k.consumer_release(k_state)
         self.softmax(regs, place, call, n_block, is_first=False, is_masked=is_masked)
@@ -893,25 +894,6 @@ class HopperDecode:
                 pipeline.NamedBarrier(
                     barrier_id=Barrier.VALUES, num_threads=threads
                 ).arrive_and_wait()
-
-    @cute.jit
-    def matmul(
-        self,
-        tiled_mma: cute.TiledMma,
-        acc: cute.Tensor,
-        a: cute.Tensor,
-        b: cute.Tensor,
-        accumulates: cutlass.Constexpr[bool],
-    ):
-        """Issue acc (+)= a b as one wgmma group; the caller waits for it."""
-        # An atom of our own: the accumulate flag is state, which must not leave this region.
-        atom = cute.make_mma_atom(tiled_mma.op)
-        atom.set(warpgroup.Field.ACCUMULATE, accumulates)
-        warpgroup.fence()
-        for k in cutlass.range_constexpr(cute.size(a, mode=[2])):
-            cute.gemm(atom, acc, a[None, None, k], b[None, None, k], acc)
-            atom.set(warpgroup.Field.ACCUMULATE, True)
-        warpgroup.commit_group()
 
     def scale_log2(self, call: Call):
         """What turns the scores that the softmax sees into exponents of 2."""
@@ -1171,12 +1153,7 @@ def compile_decode(
     use is a multiple of what the features say.
     """
     dtype = DTYPES[features.dtype]
-    fake = cute.runtime.make_fake_tensor
-
-    def rows_tensor(modes: int, align: int):
-        shape = tuple(cute.sym_int() for _ in range(modes))
-        stride = (*(cute.sym_int64() for _ in range(modes - 1)), 1)
-        return fake(dtype, shape, stride, assumed_align=align)
+    strided = fake_tensors.strided
 
     def compact(element, modes: int, present: bool = True, align: int | None = None):
         if not present:
@@ -1187,20 +1164,14 @@ def compile_decode(
             element, shape, stride_order=order, assumed_align=align
         )
 
-    def strided(element, modes: int, present: bool = True):
-        if not present:
-            return None
-        shape = tuple(cute.sym_int() for _ in range(modes))
-        return fake(element, shape, (*(cute.sym_int64() for _ in range(modes - 1)), 1))
-
     q_modes = 3 if features.packed_q else 4
     table_modes = {"own": 0, "batch_idx": 1, "page_table": 2}[features.addressing]
     return cute.compile(
         HopperDecode(features, schedule),
-        rows_tensor(q_modes, features.q_align),
-        rows_tensor(4, features.cache_align),
-        rows_tensor(4, features.cache_align),
-        rows_tensor(q_modes, features.q_align),
+        strided(dtype, q_modes, align=features.q_align),
+        strided(dtype, 4, align=features.cache_align),
+        strided(dtype, 4, align=features.cache_align),
+        strided(dtype, q_modes, align=features.q_align),
         strided(Float32, q_modes - 1),
         compact(Float32, 3, schedule.merges, align=16),
         compact(Int32, 1, schedule.merges),
@@ -1213,6 +1184,6 @@ def compile_decode(
         DecodeNumbers(Float32(1.0), Float32(0.0), *[Int32(1) for _ in DecodeNumbers._fields[2:]]),
         Int32(1),
         Int32(1),
-        cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True),
-        options=f"--enable-tvm-ffi --gpu-arch {arch} {options}".strip(),
+        fake_tensors.stream(),
+        options=fake_tensors.options(arch, options),
     )

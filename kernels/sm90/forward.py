@@ -53,8 +53,9 @@ from cutlass import BFloat16, Float16, Float32, Int32, const_expr
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warp, warpgroup
 from cutlass.memory import SmemAllocator
 
-from fa4.kernels.blocks import accumulator, global_view
+from fa4.kernels.blocks import accumulator, fake_tensors, global_view
 from fa4.kernels.blocks.key_range import KeyRange, key_range
+from fa4.kernels.blocks.matmul import matmul
 from fa4.kernels.blocks.online_softmax import (
     EXCESS_MAX,
     LOG2_E,
@@ -69,7 +70,7 @@ from fa4.kernels.blocks.online_softmax import (
 )
 from fa4.kernels.blocks.sequence_bounds import SequenceBounds, sequence_bounds
 from fa4.kernels.blocks.tile_order import Tile, locate_tile, num_slots
-from fa4.kernels.blocks.tma_rings import Tma, stage_at, tma_copy, tma_ring
+from fa4.kernels.blocks.tma_rings import Tma, load_block, stage_at, tma_copy, tma_ring
 from fa4.kernels.features import ForwardFeatures
 from fa4.pipelines.sm90 import WARPGROUP, ForwardSchedule
 
@@ -691,18 +692,18 @@ class HopperForward:
         last = keys.end - 1
         if num_blocks > 0:
             state = stage_at(blocks_loaded, stages, True)
-            self.load_block(k_tma, gK, sK, rings.k, last, state)
+            load_block(k_tma, gK, sK, rings.k, last, state)
         for w in cutlass.range_constexpr(warpgroups):
             state = stage_at(tiles_loaded * warpgroups + w, warpgroups, True)
-            self.load_block(q_tma, gQ, sQ, rings.q, cutlass.max(work.slab + w, 0), state)
+            load_block(q_tma, gQ, sQ, rings.q, cutlass.max(work.slab + w, 0), state)
         for i in cutlass.range(1, num_blocks, unroll=1):
             state = stage_at(blocks_loaded + i, stages, True)
-            self.load_block(k_tma, gK, sK, rings.k, last - i, state)
+            load_block(k_tma, gK, sK, rings.k, last - i, state)
             if const_expr(schedule.o_shares_v):
                 if i == 1:
                     cute.arch.mbarrier_wait(box.o_stored, (tiles_loaded & 1) ^ 1)
             state = stage_at(blocks_loaded + i - 1, stages, True)
-            self.load_block(v_tma, gV, sV, rings.v, last - i + 1, state)
+            load_block(v_tma, gV, sV, rings.v, last - i + 1, state)
         if const_expr(schedule.o_shares_v):
             if num_blocks <= 1:
                 cute.arch.mbarrier_wait(box.o_stored, (tiles_loaded & 1) ^ 1)
@@ -713,7 +714,7 @@ class HopperForward:
             following = self.next_tile(mCounter, call)
         if num_blocks > 0:
             state = stage_at(blocks_loaded + num_blocks - 1, stages, True)
-            self.load_block(v_tma, gV, sV, rings.v, keys.first, state)
+            load_block(v_tma, gV, sV, rings.v, keys.first, state)
         return blocks_loaded + num_blocks, following
 
     def query_slabs(self, tma: Tma, message: Message, length: Int32, dim: int):
@@ -734,25 +735,6 @@ class HopperForward:
             tma.tensor, tma.units, work.k.start + keys.origin, keys.length, head_kv, batch_idx
         )
         return cute.local_tile(rows, (self.schedule.tile_n, dim), (None, 0))
-
-    @cute.jit
-    def load_block(
-        self,
-        tma: Tma,
-        gX: cute.Tensor,
-        sX: cute.Tensor,
-        ring: pipeline.PipelineAsync,
-        block_idx: Int32,
-        state: pipeline.PipelineState,
-    ):
-        """Copy one block of gX (rows, dim, blocks) to the stage of sX, once that is free."""
-        whole = cute.make_layout(1)
-        tXsX, tXgX = cpasync.tma_partition(
-            tma.atom, 0, whole, cute.group_modes(sX, 0, 2), cute.group_modes(gX, 0, 2)
-        )
-        ring.producer_acquire(state)
-        full = ring.producer_get_barrier(state)
-        cute.copy(tma.atom, tXgX[None, block_idx], tXsX[None, state.index], tma_bar_ptr=full)
 
     @cute.jit
     def attend(
@@ -923,7 +905,7 @@ class HopperForward:
         # The first block has nothing to overlap with.
         k_state = stage_at(blocks_read, schedule.stages, False)
         rings.k.consumer_wait(k_state)
-        self.matmul(mma_qk, regs.scores, regs.q, regs.k[None, None, None, k_state.index], False)
+        matmul(mma_qk, regs.scores, regs.q, regs.k[None, None, None, k_state.index], False)
         self.give_back_values(box, place, tiles_stored)
         warpgroup.wait_group(0)
         rings.k.consumer_release(k_state)
@@ -955,7 +937,7 @@ class HopperForward:
         v_state = stage_at(blocks_read, schedule.stages, False)
         rings.v.consumer_wait(v_state)
         p = accumulator.as_operand_a(regs.probabilities)
-        self.matmul(mma_pv, regs.out, p, regs.v[None, None, None, v_state.index], True)
+        matmul(mma_pv, regs.out, p, regs.v[None, None, None, v_state.index], True)
         warpgroup.wait_group(0)
         rings.v.consumer_release(v_state)
         return blocks_read + 1
@@ -988,9 +970,9 @@ class HopperForward:
         rings.k.consumer_wait(k_state, k_arrived)
         if const_expr(schedule.takes_turns):
             self.turn(place.warpgroup).arrive_and_wait()
-        self.matmul(mma_qk, regs.scores, regs.q, regs.k[None, None, None, k_state.index], False)
+        matmul(mma_qk, regs.scores, regs.q, regs.k[None, None, None, k_state.index], False)
         rings.v.consumer_wait(v_state, v_arrived)
-        self.matmul(mma_pv, regs.out, p, regs.v[None, None, None, v_state.index], True)
+        matmul(mma_pv, regs.out, p, regs.v[None, None, None, v_state.index], True)
         if const_expr(schedule.takes_turns):
             self.turn((place.warpgroup + 1) % schedule.consumer_warpgroups).arrive()
         warpgroup.wait_group(1)
@@ -1019,25 +1001,6 @@ class HopperForward:
                 accumulator.round_into(regs.probabilities, regs.scores)
             for r in cutlass.range_constexpr(2):
                 regs.row_sum[r] = regs.row_sum[r] + tile_sum[r]
-
-    @cute.jit
-    def matmul(
-        self,
-        tiled_mma: cute.TiledMma,
-        acc: cute.Tensor,
-        a: cute.Tensor,
-        b: cute.Tensor,
-        accumulates: cutlass.Constexpr[bool],
-    ):
-        """Issue acc (+)= a b as one wgmma group; the caller waits for it."""
-        # An atom of our own: the accumulate flag is state, which must not leave this region.
-        atom = cute.make_mma_atom(tiled_mma.op)
-        atom.set(warpgroup.Field.ACCUMULATE, accumulates)
-        warpgroup.fence()
-        for k in cutlass.range_constexpr(cute.size(a, mode=[2])):
-            cute.gemm(atom, acc, a[None, None, k], b[None, None, k], acc)
-            atom.set(warpgroup.Field.ACCUMULATE, True)
-        warpgroup.commit_group()
 
     def scale_log2(self, call: Call):
         """What turns the scores that the softmax sees into exponents of 2."""
@@ -1188,35 +1151,18 @@ def compile_forward(
     caller's check that every stride in use is a multiple of 16 bytes.
     """
     dtype = DTYPES[features.dtype]
-    fake = cute.runtime.make_fake_tensor
-
-    def rows_tensor(is_packed: bool):
-        modes = 3 if is_packed else 4
-        shape = tuple(cute.sym_int() for _ in range(modes))
-        stride = (*(cute.sym_int64() for _ in range(modes - 1)), 1)
-        return fake(dtype, shape, stride, assumed_align=global_view.TMA_ALIGNMENT)
-
-    def vector(element, present: bool):
-        return fake(element, (cute.sym_int(),), (1,)) if present else None
-
-    lse_modes = 2 if features.packed_q else 3
-    mLSE = fake(
-        Float32,
-        tuple(cute.sym_int() for _ in range(lse_modes)),
-        (*(cute.sym_int64() for _ in range(lse_modes - 1)), 1),
-    )
     return cute.compile(
         HopperForward(features, schedule),
-        rows_tensor(features.packed_q),
-        rows_tensor(features.packed_k),
-        rows_tensor(features.packed_k),
-        rows_tensor(features.packed_q),
-        mLSE,
-        vector(Int32, features.packed_q),
-        vector(Int32, features.packed_k),
-        vector(Int32, features.has_seqused_q),
-        vector(Int32, features.has_seqused_k),
-        vector(DTYPES.get(features.sink_dtype), features.sink_dtype is not None),
+        fake_tensors.rows(dtype, features.packed_q),
+        fake_tensors.rows(dtype, features.packed_k),
+        fake_tensors.rows(dtype, features.packed_k),
+        fake_tensors.rows(dtype, features.packed_q),
+        fake_tensors.strided(Float32, 2 if features.packed_q else 3),
+        fake_tensors.vector(features.packed_q),
+        fake_tensors.vector(features.packed_k),
+        fake_tensors.vector(features.has_seqused_q),
+        fake_tensors.vector(features.has_seqused_k),
+        fake_tensors.vector(features.sink_dtype is not None, DTYPES.get(features.sink_dtype)),
         Float32(1.0),
         Float32(0.0),
         Int32(0),
@@ -1225,7 +1171,7 @@ def compile_forward(
         Int32(1),
         Int32(1),
         Int32(1),
-        fake(Int32, (1,), (1,)),
-        cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True),
-        options=f"--enable-tvm-ffi --gpu-arch {arch} {options}".strip(),
+        cute.runtime.make_fake_tensor(Int32, (1,), (1,)),
+        fake_tensors.stream(),
+        options=fake_tensors.options(arch, options),
     )
