@@ -7,7 +7,7 @@ contiguous bytes are eight columns of a row and of the row 8 further. A thread r
 and writes both rows; neighbouring threads take neighbouring columns. No shared memory.
 """
 
-from typing import NamedTuple, Optional
+from typing import Optional
 
 import cuda.bindings.driver as cuda
 import cutlass
@@ -15,26 +15,12 @@ import cutlass.cute as cute
 from cutlass import BFloat16, Float16, Float32, Int32, const_expr
 
 from fa4.kernels.blocks import accumulator, fake_tensors, global_view
-from fa4.kernels.blocks.row_range import first_row_with_keys
-from fa4.kernels.blocks.sequence_bounds import sequence_bounds
-from fa4.kernels.blocks.tile_order import find_sequence
+from fa4.kernels.blocks.row_blocks import Lengths, locate_block
 from fa4.kernels.features import FinishFeatures
 from fa4.pipelines.sm90_backward import FinishSchedule
 
 DTYPES = {"bf16": BFloat16, "fp16": Float16}
 PIECE = 16  # fp32 elements of a thread's read
-
-
-class Lengths(NamedTuple):
-    """Lengths of the sequences, as in the other kernels."""
-
-    cu_seqlens_q: Optional[cute.Tensor]
-    cu_seqlens_k: Optional[cute.Tensor]
-    seqused_q: Optional[cute.Tensor]
-    seqused_k: Optional[cute.Tensor]
-    rows_q: Int32
-    rows_k: Int32
-    right: Int32
 
 
 class BackwardFinish:
@@ -93,18 +79,16 @@ class BackwardFinish:
         tile_m, octets = schedule.tile_m, schedule.head_dim // 8
         heads, num_blocks = mSums.shape[1], mSums.shape[2]
         # From the last block to the first: the last sums are the ones that L2 still has.
-        block = cute.arch.grid_dim()[0] - 1 - cute.arch.block_idx()[0]
-        pair = block // num_blocks
-        block = block - pair * num_blocks
-        entry = pair // heads  # of the workspace and of dense tensors
-        head_idx = pair - entry * heads
-        batch_idx, m_block = entry, block
-        if const_expr(features.packed_q):
-            batch_idx, first_slot = find_sequence(block, lengths.cu_seqlens_q, tile_m)
-            m_block = block - first_slot
-        q = sequence_bounds(batch_idx, lengths.rows_q, lengths.cu_seqlens_q, lengths.seqused_q)
-        k = sequence_bounds(batch_idx, lengths.rows_k, lengths.cu_seqlens_k, lengths.seqused_k)
-        origin = first_row_with_keys(q.length, k.length, lengths.right, features.has_right_bound)
+        index = cute.arch.grid_dim()[0] - 1 - cute.arch.block_idx()[0]
+        entry, head_idx, block, m_block, q, origin = locate_block(
+            index,
+            heads,
+            num_blocks,
+            lengths,
+            tile_m,
+            features.packed_q,
+            features.has_right_bound,
+        )
 
         if const_expr(features.packed_q):
             dq = mdQ[None, None, head_idx]

@@ -9,7 +9,7 @@ has them: `kernels.blocks.row_statistics`. Rows that see no key and rows of padd
 Method: FA2, algorithm 2, line 4 (delta); its LSE term: d lse / d score is the probability.
 """
 
-from typing import NamedTuple, Optional
+from typing import Optional
 
 import cuda.bindings.driver as cuda
 import cutlass
@@ -18,25 +18,12 @@ from cutlass import BFloat16, Float16, Float32, Int32, const_expr
 
 from fa4.kernels.blocks import fake_tensors, global_view, row_statistics
 from fa4.kernels.blocks.online_softmax import LOG2_E
-from fa4.kernels.blocks.row_range import first_row_with_keys
-from fa4.kernels.blocks.sequence_bounds import sequence_bounds
-from fa4.kernels.blocks.tile_order import find_sequence, num_slots
+from fa4.kernels.blocks.row_blocks import Lengths, locate_block
+from fa4.kernels.blocks.tile_order import num_slots
 from fa4.kernels.features import PrepareFeatures
 from fa4.pipelines.sm90_backward import PrepareSchedule
 
 DTYPES = {"bf16": BFloat16, "fp16": Float16}
-
-
-class Lengths(NamedTuple):
-    """Lengths of the sequences, as in the other kernels."""
-
-    cu_seqlens_q: Optional[cute.Tensor]
-    cu_seqlens_k: Optional[cute.Tensor]
-    seqused_q: Optional[cute.Tensor]
-    seqused_k: Optional[cute.Tensor]
-    rows_q: Int32
-    rows_k: Int32
-    right: Int32
 
 
 class BackwardPrepare:
@@ -111,18 +98,16 @@ class BackwardPrepare:
         tile_m = schedule.tile_m
         heads = mO.shape[2]
         num_blocks = mStatistics.shape[3] // tile_m
-        block = cute.arch.block_idx()[0]
-        pair = block // num_blocks
-        block = block - pair * num_blocks
-        entry = pair // heads  # of the workspace and of dense tensors
-        head_idx = pair - entry * heads
-        batch_idx, m_block = entry, block
-        if const_expr(features.packed_q):
-            batch_idx, first_slot = find_sequence(block, lengths.cu_seqlens_q, tile_m)
-            m_block = block - first_slot
-        q = sequence_bounds(batch_idx, lengths.rows_q, lengths.cu_seqlens_q, lengths.seqused_q)
-        k = sequence_bounds(batch_idx, lengths.rows_k, lengths.cu_seqlens_k, lengths.seqused_k)
-        origin = first_row_with_keys(q.length, k.length, lengths.right, features.has_right_bound)
+        index = cute.arch.block_idx()[0]
+        entry, head_idx, block, m_block, q, origin = locate_block(
+            index,
+            heads,
+            num_blocks,
+            lengths,
+            tile_m,
+            features.packed_q,
+            features.has_right_bound,
+        )
 
         lanes = schedule.lanes_a_row
         lane = cute.arch.thread_idx()[0] % lanes
