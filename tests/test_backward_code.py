@@ -154,6 +154,16 @@ def test_statistics_are_read_and_ds_is_written_by_the_widest_accesses(kernel: Ke
     assert sass.count(kernel.loop, "STSM.16.M88.4") == sass.count(kernel.loop, "STSM") == groups
 
 
+def test_a_threads_addresses_are_shifts_and_masks_of_its_number(kernel: Kernel) -> None:
+    """Worked out again in each block, in a few instructions as long as nobody divides by a sign.
+
+    Quotients of a number that might be negative took 80 more, with byte permutations among them.
+    """
+    assert sass.count(kernel.loop, "PRMT") == 0
+    integer = ("IMAD", "LOP3", "SHF", "LEA", "IADD3", "VIADD")
+    assert sum(sass.count(kernel.loop, opcode) for opcode in integer) <= 64
+
+
 def test_dq_leaves_in_pieces_of_16_bytes_and_warpgroups_take_turns_once_a_block(
     kernel: Kernel,
 ) -> None:

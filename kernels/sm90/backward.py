@@ -66,7 +66,7 @@ import cutlass.cute as cute
 import cutlass.pipeline as pipeline
 import cutlass.tensor_utils as tensor_utils
 import cutlass.utils.hopper_helpers as sm90
-from cutlass import BFloat16, Float16, Float32, Int32, Int64, const_expr
+from cutlass import BFloat16, Float16, Float32, Int32, Int64, Uint32, const_expr
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warp, warpgroup
 from cutlass.memory import SmemAllocator
 
@@ -1036,7 +1036,8 @@ def thread_of_warpgroup():
         write_only_types=[Int32],
         read_only_args=[cute.arch.thread_idx()[0]],
     )
-    return thread % WARPGROUP
+    # Unsigned, or each quotient of what might be negative took five instructions more.
+    return Int32(Uint32(thread) % WARPGROUP)
 
 
 @cute.jit
