@@ -24,7 +24,7 @@ from fa4.attention import BACKENDS, EMULATED_ARCH, Window, _num_dispatch_modes, 
 from fa4.checked_mode import is_checked
 from fa4.compiler import KernelSpec, get_kernel
 from fa4.dispatch import FallbackWarning, UnsupportedProblemError, architecture_of
-from fa4.kernels.features import DecodeFeatures
+from fa4.kernels.features import TMA_ALIGNMENT, DecodeFeatures
 from fa4.kvcache_launch import (
     COUNTERS_PLACE,
     CacheLengths,
@@ -36,7 +36,7 @@ from fa4.kvcache_launch import (
 )
 from fa4.kvcache_problem import check_cache_contents, describe_kvcache
 from fa4.launch import multiprocessor_count
-from fa4.problem import DTYPE_NAMES, TMA_ALIGNMENT, layout_fault
+from fa4.problem import DTYPE_NAMES, layout_fault
 from fa4.reference_kvcache import combine_reference, kvcache_reference
 
 EMULATED_MULTIPROCESSORS = 4

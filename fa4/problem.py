@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fa4.kernels.features import TMA_ALIGNMENT
 from fa4.reference import mask_bounds
 
 DTYPE_NAMES = {
@@ -20,7 +21,6 @@ DTYPE_NAMES = {
     torch.float32: "fp32",
     torch.float64: "fp64",
 }
-TMA_ALIGNMENT = 16  # bytes, of base addresses and strides
 
 # A window reaches at most this far: farther than any sequence, and sums of bounds and positions
 # stay inside 32 bits.

@@ -17,7 +17,8 @@ from torch import Tensor
 
 from fa4.attention import attend_dense, autocast_dtype, explain_attention, is_traced
 from fa4.dispatch import Decision, UnsupportedProblemError, architecture_of, decide
-from fa4.problem import DTYPE_NAMES, TMA_ALIGNMENT, AttentionProblem
+from fa4.kernels.features import TMA_ALIGNMENT
+from fa4.problem import DTYPE_NAMES, AttentionProblem
 
 
 def scaled_dot_product_attention(

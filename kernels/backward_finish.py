@@ -81,13 +81,7 @@ class BackwardFinish:
         # From the last block to the first: the last sums are the ones that L2 still has.
         index = cute.arch.grid_dim()[0] - 1 - cute.arch.block_idx()[0]
         entry, head_idx, block, m_block, q, origin = locate_block(
-            index,
-            heads,
-            num_blocks,
-            lengths,
-            tile_m,
-            features.packed_q,
-            features.has_right_bound,
+            index, heads, num_blocks, lengths, tile_m, features
         )
 
         if const_expr(features.packed_q):
@@ -142,10 +136,7 @@ def compile_finish(
         BackwardFinish(features, schedule),
         fake_tensors.strided(Float32, 4, align=16),
         fake_tensors.rows(DTYPES[features.dtype], features.packed_q),
-        fake_tensors.vector(features.packed_q),
-        fake_tensors.vector(features.packed_k),
-        fake_tensors.vector(features.has_seqused_q),
-        fake_tensors.vector(features.has_seqused_k),
+        *fake_tensors.lengths(features),
         Int32(1),
         Int32(0),
         Float32(1.0),

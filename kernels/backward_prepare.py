@@ -100,13 +100,7 @@ class BackwardPrepare:
         num_blocks = mStatistics.shape[3] // tile_m
         index = cute.arch.block_idx()[0]
         entry, head_idx, block, m_block, q, origin = locate_block(
-            index,
-            heads,
-            num_blocks,
-            lengths,
-            tile_m,
-            features.packed_q,
-            features.has_right_bound,
+            index, heads, num_blocks, lengths, tile_m, features
         )
 
         lanes = schedule.lanes_a_row
@@ -178,10 +172,7 @@ def compile_prepare(
         row_values(),
         row_values() if features.has_grad_lse else None,
         workspace,
-        fake_tensors.vector(features.packed_q),
-        fake_tensors.vector(features.packed_k),
-        fake_tensors.vector(features.has_seqused_q),
-        fake_tensors.vector(features.has_seqused_k),
+        *fake_tensors.lengths(features),
         Int32(1),
         Int32(0),
         fake_tensors.stream(),

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+TMA_ALIGNMENT = 16  # bytes, of base addresses and of every stride but the innermost
+
 # Head dims are rounded up to one of these; TMA fills the rest with zeros and clips the store.
 HEAD_DIM_CLASSES = (64, 96, 128, 192, 256)
 

@@ -9,11 +9,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from fa4.kernels.features import ForwardFeatures
+from fa4.pipelines.registers import WARPGROUP, role_problems
 
 SMEM_BYTES = 232_448  # per CTA: 227 KiB
-REGISTER_FILE = 65_536  # 32-bit registers per SM
 TMEM_COLUMNS = 512  # of 128 lanes of 32 bits per SM
-WARPGROUP = 128  # threads
 ROWS = 128  # query rows of a CTA's matrix product: lanes of tensor memory
 ELEMENT_BYTES = 2  # bf16 and fp16
 
@@ -181,24 +180,15 @@ class ForwardSchedule:
             problems.append(f"stages={self.stages} is below 2")
         if self.ctas == 2 and (self.head_dim_v // 2) % 32:
             problems.append(f"half of head_dim_v={self.head_dim_v} is not a multiple of 32")
-        roles = {
-            "softmax_registers": self.softmax_registers,
-            "correction_registers": self.correction_registers,
-            "other_registers": self.other_registers,
-        }
-        for role, count in roles.items():
-            if count % 8 or not 24 <= count <= 256:
-                problems.append(f"{role}={count} is not a multiple of 8 from 24 to 256")
-        # setmaxnreg moves registers inside what the launch was given: threads * registers a
-        # thread, rounded down to 8. More than that and the increase waits for ever.
-        at_launch = REGISTER_FILE // max(self.threads, WARPGROUP) // 8 * 8 * self.threads
-        wanted = WARPGROUP * (
-            self.query_tiles * self.softmax_registers
-            + self.correction_registers
-            + self.other_registers
+        problems += role_problems(
+            {
+                "softmax_registers": (self.softmax_registers, self.query_tiles),
+                "correction_registers": (self.correction_registers, 1),
+                "other_registers": (self.other_registers, 1),
+            },
+            self.threads,
+            most=256,
         )
-        if wanted > at_launch:
-            problems.append(f"the roles' registers, {wanted}, exceed the CTA's {at_launch}")
         if self.exp2_polynomials % 2 or not 0 <= self.exp2_polynomials <= 32:
             problems.append(
                 f"exp2_polynomials={self.exp2_polynomials} is not an even number from 0 to 32"

@@ -10,24 +10,15 @@ from dataclasses import dataclass
 
 from fa4.kernels.features import ForwardFeatures
 from fa4.pipelines import sm90_tuned
+from fa4.pipelines.registers import WARPGROUP, role_problems
 
 SMEM_BYTES = 232_448  # per CTA: 227 KiB
-REGISTER_FILE = 65_536  # 32-bit registers per SM
-WARPGROUP = 128  # threads
 BARRIER_BYTES = 1024  # room kept for mbarriers ahead of the tiles, which are 1024-byte aligned
 ELEMENT_BYTES = 2  # bf16 and fp16
 
 # Registers a consumer thread needs beside O, S and P: addresses, loop counters, row statistics.
 # Found by reading SASS: with less, the compiler spills or serialises wgmma.
 OTHER_REGISTERS = 28
-
-
-def registers_at_launch(threads: int, ctas_per_sm: int = 1) -> int:
-    """Registers that setmaxnreg can move between the warps of a CTA: what its launch was given.
-
-    That is as many for every thread, in units of 8. An increase beyond all of them waits for ever.
-    """
-    return REGISTER_FILE // (threads * ctas_per_sm) // 8 * 8 * threads
 
 
 @dataclass(frozen=True)
@@ -106,18 +97,13 @@ class ForwardSchedule:
         if self.stages < 2:
             # K(j-1) is requested while V(j) is still in use: one stage would deadlock.
             problems.append(f"stages={self.stages} is below 2")
-        for role, count in (
-            ("consumer_registers", self.consumer_registers),
-            ("producer_registers", self.producer_registers),
-        ):
-            if count % 8 or not 24 <= count <= 240:
-                problems.append(f"{role}={count} is not a multiple of 8 from 24 to 240")
-        at_launch = registers_at_launch(max(self.threads, WARPGROUP))
-        roles = WARPGROUP * (
-            self.producer_registers + self.consumer_warpgroups * self.consumer_registers
+        problems += role_problems(
+            {
+                "consumer_registers": (self.consumer_registers, self.consumer_warpgroups),
+                "producer_registers": (self.producer_registers, 1),
+            },
+            self.threads,
         )
-        if roles > at_launch:
-            problems.append(f"the roles' registers, {roles}, exceed the CTA's {at_launch}")
         needed = self.accumulator_registers + OTHER_REGISTERS
         if needed > self.consumer_registers:
             problems.append(

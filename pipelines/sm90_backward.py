@@ -9,13 +9,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from fa4.kernels.features import BackwardFeatures
+from fa4.pipelines.registers import WARPGROUP, role_problems
 from fa4.pipelines.sm90 import (
     BARRIER_BYTES,
     ELEMENT_BYTES,
     OTHER_REGISTERS,
     SMEM_BYTES,
-    WARPGROUP,
-    registers_at_launch,
 )
 
 STATISTIC_BYTES = 4  # fp32
@@ -55,15 +54,8 @@ class PrepareSchedule:
 
 def _role_problems(consumer: int, producer: int) -> list[str]:
     """What is wrong with the registers of two consumer warpgroups and a producer warpgroup."""
-    problems = []
-    for role, count in (("consumer_registers", consumer), ("producer_registers", producer)):
-        if count % 8 or not 24 <= count <= 240:
-            problems.append(f"{role}={count} is not a multiple of 8 from 24 to 240")
-    at_launch = registers_at_launch(3 * WARPGROUP)
-    roles = WARPGROUP * (producer + 2 * consumer)
-    if roles > at_launch:
-        problems.append(f"the roles' registers, {roles}, exceed the CTA's {at_launch}")
-    return problems
+    roles = {"consumer_registers": (consumer, 2), "producer_registers": (producer, 1)}
+    return role_problems(roles, 3 * WARPGROUP)
 
 
 @dataclass(frozen=True)

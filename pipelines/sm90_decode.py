@@ -11,19 +11,17 @@ import math
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from fa4.kernels.features import DecodeFeatures
+from fa4.kernels.features import TMA_ALIGNMENT, DecodeFeatures
+from fa4.pipelines.registers import WARPGROUP, registers_at_launch, role_problems
 from fa4.pipelines.sm90 import (
     BARRIER_BYTES,
     ELEMENT_BYTES,
     OTHER_REGISTERS,
     SMEM_BYTES,
-    WARPGROUP,
-    registers_at_launch,
 )
 
 # TMA writes rows of eight at a time in the pattern that wgmma reads; fewer cannot be one copy.
 MIN_COPY_ROWS = 8
-TMA_ALIGNMENT = 16  # bytes, of addresses and strides
 
 
 @dataclass(frozen=True)
@@ -123,16 +121,14 @@ class DecodeSchedule:
             )
         if self.is_balanced and not self.merges:
             problems.append("a balanced schedule has partial results to merge")
-        for role, count in (
-            ("consumer_registers", self.consumer_registers),
-            ("producer_registers", self.producer_registers),
-        ):
-            if count % 8 or not 24 <= count <= 240:
-                problems.append(f"{role}={count} is not a multiple of 8 from 24 to 240")
-        roles = WARPGROUP * (self.producer_registers + self.warpgroups * self.consumer_registers)
-        at_launch = registers_at_launch(self.threads, self.ctas_per_sm)
-        if roles > at_launch:
-            problems.append(f"the roles' registers, {roles}, exceed the CTA's {at_launch}")
+        problems += role_problems(
+            {
+                "consumer_registers": (self.consumer_registers, self.warpgroups),
+                "producer_registers": (self.producer_registers, 1),
+            },
+            self.threads,
+            self.ctas_per_sm,
+        )
         needed = self.accumulator_registers + OTHER_REGISTERS
         if needed > self.consumer_registers:
             problems.append(

@@ -7,7 +7,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, Int64
 
-TMA_ALIGNMENT = 16  # bytes: base address and every stride but the innermost
+from fa4.kernels.features import TMA_ALIGNMENT
 
 RAGGED_ROWS = 1 << 30  # more rows than any sequence has
 ANY_EXTENT = 0x7FFF0000  # of a mode whose bound is never meant to clip

@@ -9,6 +9,7 @@ from cutlass import Int32, const_expr
 from fa4.kernels.blocks.row_range import first_row_with_keys
 from fa4.kernels.blocks.sequence_bounds import SequenceBounds, sequence_bounds
 from fa4.kernels.blocks.tile_order import find_sequence
+from fa4.kernels.features import FinishFeatures, PrepareFeatures
 
 
 class Lengths(NamedTuple):
@@ -47,8 +48,7 @@ def locate_block(
     num_blocks: Int32,
     lengths: Lengths,
     tile_m: cutlass.Constexpr[int],
-    is_packed: cutlass.Constexpr[bool],
-    has_right_bound: cutlass.Constexpr[bool],
+    features: cutlass.Constexpr[PrepareFeatures | FinishFeatures],
 ):
     """The ``index``-th block: head after head, ``num_blocks`` each; all lanes of a warp call it."""
     pair = index // num_blocks
@@ -56,10 +56,10 @@ def locate_block(
     entry = pair // num_heads
     head_idx = pair - entry * num_heads
     batch_idx, m_block = entry, block
-    if const_expr(is_packed):
+    if const_expr(features.packed_q):
         batch_idx, first_slot = find_sequence(block, lengths.cu_seqlens_q, tile_m)
         m_block = block - first_slot
     q = sequence_bounds(batch_idx, lengths.rows_q, lengths.cu_seqlens_q, lengths.seqused_q)
     k = sequence_bounds(batch_idx, lengths.rows_k, lengths.cu_seqlens_k, lengths.seqused_k)
-    origin = first_row_with_keys(q.length, k.length, lengths.right, has_right_bound)
+    origin = first_row_with_keys(q.length, k.length, lengths.right, features.has_right_bound)
     return RowBlock(entry, head_idx, block, m_block, q, origin)

@@ -73,7 +73,7 @@ from fa4.kernels.blocks.key_range import KeyRange, key_range
 from fa4.kernels.blocks.online_softmax import LOG2_E, finish_total, scale_scores, soft_cap
 from fa4.kernels.blocks.sequence_bounds import SequenceBounds, sequence_bounds
 from fa4.kernels.blocks.tile_order import Tile, locate_tile, num_slots
-from fa4.kernels.features import ForwardFeatures
+from fa4.kernels.features import TMA_ALIGNMENT, ForwardFeatures
 from fa4.kernels.sm100 import tensor_memory
 from fa4.kernels.sm100.matrix_product import Operand, instruction_descriptor, multiply
 from fa4.kernels.sm100.row_softmax import (
@@ -390,7 +390,7 @@ class BlackwellForward:
         batch_stride = Int64(0)
         if batch:
             batch_stride = Int64(cutlass.select_(tensor.shape[3] == 1, Int64(0), Int64(batch[0])))
-        step = global_view.TMA_ALIGNMENT // ELEMENT_BYTES
+        step = TMA_ALIGNMENT // ELEMENT_BYTES
         common = global_view.greatest_common_divisor(Int64(row_stride), batch_stride)
         common = global_view.greatest_common_divisor(common, Int64(group_stride))
         unit = cutlass.max(common, Int64(step))
@@ -1408,27 +1408,9 @@ def compile_forward(
     Strides of q, k, v and o are promised nothing here: `global_view.rows_first` relies on the
     caller's check that every stride in use is a multiple of 16 bytes.
     """
-    dtype = DTYPES[features.dtype]
     return cute.compile(
         BlackwellForward(features, schedule),
-        fake_tensors.rows(dtype, features.packed_q),
-        fake_tensors.rows(dtype, features.packed_k),
-        fake_tensors.rows(dtype, features.packed_k),
-        fake_tensors.rows(dtype, features.packed_q),
-        fake_tensors.strided(Float32, 2 if features.packed_q else 3),
-        fake_tensors.vector(features.packed_q),
-        fake_tensors.vector(features.packed_k),
-        fake_tensors.vector(features.has_seqused_q),
-        fake_tensors.vector(features.has_seqused_k),
-        fake_tensors.vector(features.sink_dtype is not None, DTYPES.get(features.sink_dtype)),
-        Float32(1.0),
-        Float32(0.0),
-        Int32(0),
-        Int32(0),
-        Int32(1),
-        Int32(1),
-        Int32(1),
-        Int32(1),
+        *fake_tensors.forward_arguments(features, DTYPES),
         fake_tensors.stream(),
         options=fake_tensors.options(arch, options),
     )

@@ -78,7 +78,7 @@ from fa4.kernels.blocks.sequence_bounds import SequenceBounds, sequence_bounds
 from fa4.kernels.blocks.tile_order import Tile, locate_tile, num_slots
 from fa4.kernels.blocks.tma_rings import Tma, load_block, stage_at, tma_copy, tma_ring
 from fa4.kernels.features import BackwardFeatures
-from fa4.pipelines.sm90 import WARPGROUP
+from fa4.pipelines.registers import WARPGROUP
 from fa4.pipelines.sm90_backward import OneKernelSchedule
 
 KEYS = 64  # keys of a warpgroup: M of one wgmma
@@ -1067,10 +1067,7 @@ def compile_backward(
         fake_tensors.strided(Float32, 4, align=16),
         fake_tensors.rows(dtype, features.packed_k),
         fake_tensors.rows(dtype, features.packed_k),
-        fake_tensors.vector(features.packed_q),
-        fake_tensors.vector(features.packed_k),
-        fake_tensors.vector(features.has_seqused_q),
-        fake_tensors.vector(features.has_seqused_k),
+        *fake_tensors.lengths(features),
         Float32(1.0),
         Float32(0.0),
         Int32(0),

@@ -61,7 +61,7 @@ from fa4.kernels.blocks.sequence_bounds import SequenceBounds, sequence_bounds
 from fa4.kernels.blocks.tile_order import Tile, locate_tile, num_slots
 from fa4.kernels.blocks.tma_rings import Tma, load_block, stage_at, tma_copy, tma_ring
 from fa4.kernels.features import BackwardFeatures
-from fa4.pipelines.sm90 import WARPGROUP
+from fa4.pipelines.registers import WARPGROUP
 from fa4.pipelines.sm90_backward import ROWS, DkvSchedule
 
 DTYPES = {"bf16": BFloat16, "fp16": Float16}
@@ -497,7 +497,7 @@ class HopperBackwardDkv:
         block_idx: Int32,
         state: pipeline.PipelineState,
     ):
-        """Copy one block of statistics gX (rows,) to a stage that `load_tile` has acquired."""
+        """Copy one block of statistics gX (rows,) to a stage that `load_block` has acquired."""
         bulk = cute.make_copy_atom(cpasync.CopyBulkG2SOp(), Float32)
         block = cute.local_tile(gX, (self.schedule.tile_m,), (block_idx,))
         full = ring.producer_get_barrier(state)
@@ -857,25 +857,16 @@ def compile_dkv(features: BackwardFeatures, schedule: DkvSchedule, arch: str, op
     `global_view.rows_first` relies on the caller's check that they are multiples of 16 bytes.
     """
     dtype = DTYPES[features.dtype]
-    statistics = cute.runtime.make_fake_tensor(
-        Float32,
-        (2, *(cute.sym_int() for _ in range(3))),
-        (*(cute.sym_int64(divisibility=16) for _ in range(3)), 1),
-        assumed_align=16,
-    )
     return cute.compile(
         HopperBackwardDkv(features, schedule),
         fake_tensors.rows(dtype, features.packed_q),
         fake_tensors.rows(dtype, features.packed_k),
         fake_tensors.rows(dtype, features.packed_k),
         fake_tensors.rows(dtype, features.packed_q),
-        statistics,
+        fake_tensors.row_statistics(),
         fake_tensors.rows(dtype, features.packed_k),
         fake_tensors.rows(dtype, features.packed_k),
-        fake_tensors.vector(features.packed_q),
-        fake_tensors.vector(features.packed_k),
-        fake_tensors.vector(features.has_seqused_q),
-        fake_tensors.vector(features.has_seqused_k),
+        *fake_tensors.lengths(features),
         Float32(1.0),
         Float32(0.0),
         Int32(0),

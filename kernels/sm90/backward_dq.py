@@ -54,7 +54,7 @@ from fa4.kernels.blocks.sequence_bounds import SequenceBounds, sequence_bounds
 from fa4.kernels.blocks.tile_order import Tile, locate_tile, num_slots
 from fa4.kernels.blocks.tma_rings import Tma, load_block, stage_at, tma_copy, tma_ring
 from fa4.kernels.features import BackwardFeatures
-from fa4.pipelines.sm90 import WARPGROUP
+from fa4.pipelines.registers import WARPGROUP
 from fa4.pipelines.sm90_backward import ROWS, DqSchedule
 
 DTYPES = {"bf16": BFloat16, "fp16": Float16}
@@ -713,24 +713,15 @@ def compile_dq(features: BackwardFeatures, schedule: DqSchedule, arch: str, opti
     `global_view.rows_first` relies on the caller's check that they are multiples of 16 bytes.
     """
     dtype = DTYPES[features.dtype]
-    statistics = cute.runtime.make_fake_tensor(
-        Float32,
-        (2, *(cute.sym_int() for _ in range(3))),
-        (*(cute.sym_int64(divisibility=16) for _ in range(3)), 1),
-        assumed_align=16,
-    )
     return cute.compile(
         HopperBackwardDq(features, schedule),
         fake_tensors.rows(dtype, features.packed_q),
         fake_tensors.rows(dtype, features.packed_k),
         fake_tensors.rows(dtype, features.packed_k),
         fake_tensors.rows(dtype, features.packed_q),
-        statistics,
+        fake_tensors.row_statistics(),
         fake_tensors.rows(dtype, features.packed_q),
-        fake_tensors.vector(features.packed_q),
-        fake_tensors.vector(features.packed_k),
-        fake_tensors.vector(features.has_seqused_q),
-        fake_tensors.vector(features.has_seqused_k),
+        *fake_tensors.lengths(features),
         Float32(1.0),
         Float32(0.0),
         Int32(0),

@@ -83,7 +83,7 @@ from fa4.kernels.blocks.paging import (
 )
 from fa4.kernels.blocks.tma_rings import stage_at
 from fa4.kernels.features import DecodeFeatures
-from fa4.pipelines.sm90 import WARPGROUP
+from fa4.pipelines.registers import WARPGROUP
 from fa4.pipelines.sm90_decode import DecodeNumbers, DecodeSchedule
 
 ROWS = 64  # packed query rows of a warpgroup: M of one wgmma

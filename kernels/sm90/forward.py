@@ -72,7 +72,8 @@ from fa4.kernels.blocks.sequence_bounds import SequenceBounds, sequence_bounds
 from fa4.kernels.blocks.tile_order import Tile, locate_tile, num_slots
 from fa4.kernels.blocks.tma_rings import Tma, load_block, stage_at, tma_copy, tma_ring
 from fa4.kernels.features import ForwardFeatures
-from fa4.pipelines.sm90 import WARPGROUP, ForwardSchedule
+from fa4.pipelines.registers import WARPGROUP
+from fa4.pipelines.sm90 import ForwardSchedule
 
 ROWS = 64  # query rows of a warpgroup: M of one wgmma
 TILES_A_ROUND = 32  # bits of a word of marks
@@ -1150,27 +1151,9 @@ def compile_forward(
     Strides of q, k, v and o are promised nothing here: `global_view.rows_first` relies on the
     caller's check that every stride in use is a multiple of 16 bytes.
     """
-    dtype = DTYPES[features.dtype]
     return cute.compile(
         HopperForward(features, schedule),
-        fake_tensors.rows(dtype, features.packed_q),
-        fake_tensors.rows(dtype, features.packed_k),
-        fake_tensors.rows(dtype, features.packed_k),
-        fake_tensors.rows(dtype, features.packed_q),
-        fake_tensors.strided(Float32, 2 if features.packed_q else 3),
-        fake_tensors.vector(features.packed_q),
-        fake_tensors.vector(features.packed_k),
-        fake_tensors.vector(features.has_seqused_q),
-        fake_tensors.vector(features.has_seqused_k),
-        fake_tensors.vector(features.sink_dtype is not None, DTYPES.get(features.sink_dtype)),
-        Float32(1.0),
-        Float32(0.0),
-        Int32(0),
-        Int32(0),
-        Int32(1),
-        Int32(1),
-        Int32(1),
-        Int32(1),
+        *fake_tensors.forward_arguments(features, DTYPES),
         cute.runtime.make_fake_tensor(Int32, (1,), (1,)),
         fake_tensors.stream(),
         options=fake_tensors.options(arch, options),
