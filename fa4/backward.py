@@ -3,8 +3,8 @@
     AttentionProblem -> BackwardDecision (fa4.dispatch) -> kernels, or fa4.reference_backward
 
 Beside the gradients a call allocates its row statistics, 8 bytes for each query row and head, and
-where dQ is summed up in memory 4 bytes for each of its elements, head dim and rows rounded up to
-the kernels' blocks.
+where dQ is summed up in memory 32 bytes more and 4 bytes for each element of dQ, head dim and rows
+rounded up to the kernels' blocks.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from fa4.dispatch import (
     decide_backward,
 )
 from fa4.launch import L2_FOR_KEYS_BYTES, Lengths, heads_in_group
-from fa4.pipelines.sm90_backward import OneKernelSchedule
+from fa4.pipelines.sm90_backward import STATISTIC_TERMS, OneKernelSchedule
 from fa4.problem import AttentionProblem, layout_fault
 from fa4.reference_backward import Gradients, attention_backward_reference
 
@@ -143,15 +143,22 @@ def backward_steps(
         dtype=torch.float32,
         device=q.device,
     )
+    terms = None
+    if prepare.schedule.has_terms:  # type: ignore[attr-defined]
+        shape = (*statistics.shape[:3], statistics.shape[3] * STATISTIC_TERMS)
+        terms = torch.empty(shape, dtype=torch.bfloat16, device=q.device)
     dq, dk, dv = (torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in (q, k, v))
     right = problem.window_right or 0
     scalars = (problem.softmax_scale, problem.softcap, problem.window_left or 0, right)
     steps = [
         Step(
             prepare,
-            (out, grad_out, lse, grad_lse, statistics, *lengths, problem.seqlen_k, right),
-            ("out", "grad_out", "lse", "grad_lse", "statistics", *Lengths._fields),
-            (4,),
+            (
+                *(out, grad_out, lse, grad_lse, statistics, terms, *lengths),
+                *(problem.seqlen_k, right, problem.softmax_scale),
+            ),
+            ("out", "grad_out", "lse", "grad_lse", "statistics", "terms", *Lengths._fields),
+            (4, 5),
         )
     ]
     inputs = (q, k, v, grad_out, statistics)
@@ -167,10 +174,10 @@ def backward_steps(
         steps.append(
             Step(
                 first,
-                (*inputs, dq_sums, dk, dv, *lengths, *scalars, key_heads_in_group(problem)),
-                (*names, "dq_sums", "dk", "dv", *Lengths._fields),
-                outputs=(6, 7),
-                sums=(5,),
+                (*inputs, terms, dq_sums, dk, dv, *lengths, *scalars, key_heads_in_group(problem)),
+                (*names, "terms", "dq_sums", "dk", "dv", *Lengths._fields),
+                outputs=(7, 8),
+                sums=(6,),
             )
         )
         steps.append(

@@ -21,7 +21,7 @@ from fa4.kernels.blocks.online_softmax import LOG2_E
 from fa4.kernels.blocks.row_blocks import Lengths, locate_block
 from fa4.kernels.blocks.tile_order import num_slots
 from fa4.kernels.features import PrepareFeatures
-from fa4.pipelines.sm90_backward import PrepareSchedule
+from fa4.pipelines.sm90_backward import STATISTIC_TERMS, PrepareSchedule
 
 DTYPES = {"bf16": BFloat16, "fp16": Float16}
 
@@ -42,12 +42,14 @@ class BackwardPrepare:
         mLSE: cute.Tensor,
         mdLSE: Optional[cute.Tensor],
         mStatistics: cute.Tensor,
+        mTerms: Optional[cute.Tensor],
         mCuQ: Optional[cute.Tensor],
         mCuK: Optional[cute.Tensor],
         mUsedQ: Optional[cute.Tensor],
         mUsedK: Optional[cute.Tensor],
         rows_k: Int32,
         right: Int32,
+        softmax_scale: Float32,
         stream: cuda.CUstream,
     ):
         """Launch the kernel.
@@ -56,9 +58,12 @@ class BackwardPrepare:
                      16-byte aligned
         mLSE, mdLSE  (batch, heads, rows) or packed (heads, total), fp32, any strides
         mStatistics  (2, batch or 1, heads, blocks * tile_m), fp32, contiguous; written whole
+        mTerms       (2, batch or 1, heads, blocks * tile_m * 8), bf16, likewise, with a schedule
+                     that has terms
         mCuQ ...     as in `fa4.kernels.sm90.forward`
         rows_k       extent of the row mode of k
         right        right bound, read only by kernels that have one
+        softmax_scale  that the LSE terms are divided by
         """
         out, grad_out = global_view.rows_first(mO), global_view.rows_first(mdO)
         lse = global_view.modes_reversed(mLSE)
@@ -77,7 +82,7 @@ class BackwardPrepare:
             f"fa4_backward_prepare_{self.features.name}_{self.schedule.name}",
             keep_mangled_name=False,
         )
-        self.kernel(out, grad_out, lse, grad_lse, mStatistics, lengths).launch(
+        self.kernel(out, grad_out, lse, grad_lse, mStatistics, mTerms, lengths, softmax_scale).launch(
             grid=(num_blocks * out.shape[2] * num_batches, 1, 1),
             block=(self.schedule.threads, 1, 1),
             stream=stream,
@@ -91,7 +96,9 @@ class BackwardPrepare:
         mLSE: cute.Tensor,
         mdLSE: Optional[cute.Tensor],
         mStatistics: cute.Tensor,
+        mTerms: Optional[cute.Tensor],
         lengths: Lengths,
+        softmax_scale: Float32,
     ):
         """A CTA: tile_m rows of one head of one sequence."""
         features, schedule = self.features, self.schedule
@@ -133,6 +140,14 @@ class BackwardPrepare:
                 place = block * tile_m + row_statistics.place_of(inside)
                 mStatistics[0, entry, head_idx, place] = lse_log2
                 mStatistics[1, entry, head_idx, place] = delta
+                if const_expr(self.schedule.has_terms):
+                    row_index = block * tile_m + inside
+                    to_score = -1.0 / row_statistics.exponent_scale(softmax_scale)
+                    for kind, value in enumerate((lse_log2 * to_score, -delta)):
+                        terms = row_statistics.as_terms(value)
+                        row_terms = mTerms[kind, entry, head_idx, None]
+                        target = cute.local_tile(row_terms, (STATISTIC_TERMS,), (row_index,))
+                        cute.autovec_copy(terms, target)
 
     def row_of(self, tensor: cute.Tensor, row: Int32, head_idx: Int32, batch_idx: Int32):
         """(dim,) of a (rows, dim, heads[, batch]) tensor."""
@@ -172,9 +187,11 @@ def compile_prepare(
         row_values(),
         row_values() if features.has_grad_lse else None,
         workspace,
+        fake_tensors.strided(BFloat16, 4, schedule.has_terms, align=16),
         *fake_tensors.lengths(features),
         Int32(1),
         Int32(0),
+        Float32(1.0),
         fake_tensors.stream(),
         options=fake_tensors.options(arch, options),
     )

@@ -18,6 +18,9 @@ from fa4.pipelines.sm90 import (
 )
 
 STATISTIC_BYTES = 4  # fp32
+STATISTIC_TERMS = 8  # bf16 that add up to one: as many as wgmma reads at a time
+BARRIERS_BYTES = 256
+MOST_REGISTERS = 255  # of a thread
 ROWS = 64  # M of a wgmma: keys or query rows of a consumer warpgroup
 
 
@@ -27,11 +30,13 @@ class PrepareSchedule:
 
     head_dim_v  padded head dim of the output
     tile_m      query rows of a CTA, and of a block of the workspace
+    has_terms   write the statistics as terms of a matrix product, too
     threads     of a CTA
     """
 
     head_dim_v: int
     tile_m: int
+    has_terms: bool = False
     threads: int = 256
 
     @property
@@ -41,7 +46,7 @@ class PrepareSchedule:
 
     @property
     def name(self) -> str:
-        return f"m{self.tile_m}"
+        return f"m{self.tile_m}{'_terms' if self.has_terms else ''}"
 
     def __post_init__(self) -> None:
         if self.tile_m % 16 or self.tile_m < 16:
@@ -317,8 +322,6 @@ class OneKernelSchedule:
     tile_m                query rows of a block: 64 or 128
     stages                Q buffers, with their rows' LSE
     grad_stages           dO buffers, with their rows' delta
-    consumer_registers    per thread, after setmaxnreg
-    producer_registers    per thread, after setmaxnreg
     """
 
     head_dim: int
@@ -326,22 +329,24 @@ class OneKernelSchedule:
     tile_m: int
     stages: int
     grad_stages: int
-    consumer_registers: int = 240
-    producer_registers: int = 24
 
     @property
     def tile_n(self) -> int:
-        """Keys of a CTA: 64 for each of two consumer warpgroups."""
+        """Keys of a CTA: 64 for each of its warpgroups."""
         return 2 * ROWS
 
     @property
     def threads(self) -> int:
-        """One producer and two consumer warpgroups."""
-        return 3 * WARPGROUP
+        """Two warpgroups: with half of the register file each thread has 255."""
+        return 2 * WARPGROUP
 
     @property
-    def requests_dv_early(self) -> bool:
-        """There are registers for P in 16 bits beside dP and the P that dS is made of."""
+    def requests_scores_early(self) -> bool:
+        """There are registers for S of the next block beside P and dS of this one.
+
+        dV and dK, which read P and dS from registers, then come late in a warpgroup's turn: while
+        the other one stores its dS, which operands in shared memory would keep waiting.
+        """
         return self.tile_m == ROWS
 
     @property
@@ -373,16 +378,18 @@ class OneKernelSchedule:
 
     @property
     def smem_bytes(self) -> int:
-        """Barriers, K and V, the Q and dO stages with their statistics, three stages of dS."""
+        """Barriers, K and V, the Q and dO stages with their statistics, two stages of dS."""
         stage_rows = self.stages * self.head_dim + self.grad_stages * self.head_dim_v
-        elements = 2 * self.slab + self.tile_m * stage_rows + 3 * self.tile_n * self.tile_m
-        fp32 = (self.stages + self.grad_stages) * self.tile_m
-        return BARRIER_BYTES + ELEMENT_BYTES * elements + STATISTIC_BYTES * fp32
+        elements = 2 * self.slab + self.tile_m * stage_rows + 2 * self.tile_n * self.tile_m
+        statistics = (self.stages + self.grad_stages) * self.tile_m * 2 * STATISTIC_TERMS
+        # Tiles begin at multiples of their swizzle's period.
+        ahead = -(-(BARRIERS_BYTES + statistics) // 1024) * 1024
+        return ahead + ELEMENT_BYTES * elements
 
     @property
     def accumulator_registers(self) -> int:
-        """Of a consumer thread: dK, dV, S (then P), dP (then dS) in fp32, P in 16 bits."""
-        return (self.head_dim + self.head_dim_v) // 2 + self.tile_m + self.tile_m // 4
+        """Of a thread: dK, dV, S and dP of a block, and its part of a block's dQ, all fp32."""
+        return (self.head_dim + self.head_dim_v + self.dq_columns) // 2 + self.tile_m
 
     @property
     def name(self) -> str:
@@ -397,17 +404,17 @@ class OneKernelSchedule:
         )
 
     def __post_init__(self) -> None:
-        problems = _role_problems(self.consumer_registers, self.producer_registers)
+        problems = []
         if self.tile_m not in (64, 128):
             problems.append(f"tile_m={self.tile_m} is not 64 or 128")
         for name in ("stages", "grad_stages"):
-            if getattr(self, name) < 2:
-                # With one the next load waits for the product that reads the last one.
-                problems.append(f"{name}={getattr(self, name)} is below 2")
-        if self.accumulator_registers + 12 > self.consumer_registers:
+            if getattr(self, name) < 3:
+                # One block is in use, S and dP of the next one are worked out, one is loaded.
+                problems.append(f"{name}={getattr(self, name)} is below 3")
+        if self.accumulator_registers + OTHER_REGISTERS > MOST_REGISTERS:
             problems.append(
-                f"gradients, scores and dS need {self.accumulator_registers} registers and a few "
-                f"more, of {self.consumer_registers}"
+                f"gradients and scores need about {self.accumulator_registers + OTHER_REGISTERS} "
+                f"registers, more than {MOST_REGISTERS}"
             )
         if self.smem_bytes > SMEM_BYTES:
             problems.append(f"shared memory {self.smem_bytes} exceeds {SMEM_BYTES} bytes")
@@ -464,11 +471,11 @@ def one_kernel_schedules(features: BackwardFeatures) -> OneKernelSchedules:
     # Measured on an H200, gradients kernel alone, TFLOP/s full/causal of 16 heads at 4k, bf16: d64
     # 530/480, in blocks of 64 rows 435/388; d128 595/560. Softcap in blocks of 128 rows spills.
     if (head_dim, head_dim_v) == (64, 64) and features.score == "plain":
-        gradients = OneKernelSchedule(64, 64, 2 * ROWS, stages=3, grad_stages=2)
+        gradients = OneKernelSchedule(64, 64, 2 * ROWS, stages=3, grad_stages=3)
     else:
         gradients = OneKernelSchedule(head_dim, head_dim_v, ROWS, stages=3, grad_stages=3)
     return OneKernelSchedules(
-        PrepareSchedule(head_dim_v, gradients.tile_m),
+        PrepareSchedule(head_dim_v, gradients.tile_m, has_terms=True),
         gradients,
         FinishSchedule(head_dim, gradients.tile_m),
     )

@@ -417,7 +417,7 @@ def test_packed_sequences_have_room_for_their_blocks(
 def test_workspaces_are_linear_in_rows() -> None:
     assert statistics_shape(PLAIN, 64) == (2, 2, 8, 1024)
     statistics = torch.empty(statistics_shape(PLAIN, 64), device="meta")
-    schedule = OneKernelSchedule(128, 128, tile_m=64, stages=2, grad_stages=2)
+    schedule = OneKernelSchedule(128, 128, tile_m=64, stages=3, grad_stages=3)
     assert dq_sums_shape(statistics, schedule) == (2, 8, 16, 64 * 128)
 
 
@@ -472,6 +472,12 @@ def test_names_of_a_step_are_those_of_its_kernels_arguments() -> None:
             assert len(step.names) <= len(step.arguments)
             for position in step.outputs:
                 written[step.names[position]] = step.arguments[position]
+        terms = written.pop("terms")
+        if deterministic:
+            assert terms is None
+        else:
+            assert terms.dtype == torch.bfloat16
+            assert terms.shape == (*statistics.shape[:3], 8 * statistics.shape[3])
         expected = {"statistics": statistics, "dq": dq, "dk": dk, "dv": dv}
         assert written.keys() == expected.keys()
         assert all(written[name] is tensor for name, tensor in expected.items())

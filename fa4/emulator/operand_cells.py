@@ -11,7 +11,13 @@ from numpy.typing import NDArray
 
 from fa4.emulator.race_detector import Cells, Shadow
 from fa4.emulator.swizzle import CHUNK, PERIOD
-from fa4.emulator.tensor_core import MatrixDescriptor, Operand, operand_chunks, row_chunks
+from fa4.emulator.tensor_core import (
+    MatrixDescriptor,
+    Operand,
+    operand_chunks,
+    row_chunks,
+    runs_of_one_layout,
+)
 
 
 def operand_cells(
@@ -22,12 +28,16 @@ def operand_cells(
     operand: Operand,
 ) -> Cells:
     """Shadow cells of an operand of the tensor cores; one descriptor a step of k."""
-    first = steps[0]
-    base = first.start - first.start % PERIOD
-    starts = tuple((step.start - base) // CHUNK for step in steps)
-    layout = dataclasses.replace(first, start=0)
-    cells = _cells_behind(starts, layout, rows, major_mn, operand, shadow.cell_bytes)
-    return _moved(cells, base // shadow.cell_bytes)
+    parts = []
+    for run in runs_of_one_layout(steps):
+        base = run[0].start - run[0].start % PERIOD
+        starts = tuple((step.start - base) // CHUNK for step in run)
+        layout = dataclasses.replace(run[0], start=0)
+        cells = _cells_behind(starts, layout, rows, major_mn, operand, shadow.cell_bytes)
+        parts.append(_moved(cells, base // shadow.cell_bytes))
+    if len(parts) == 1:
+        return parts[0]
+    return np.concatenate([np.r_[cells] for cells in parts])
 
 
 def row_cells(shadow: Shadow, rows: MatrixDescriptor, count: int, chunks: int) -> Cells:

@@ -26,10 +26,11 @@ How products are summed is in tensor_core_sums.py.
 """
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from functools import lru_cache
+from itertools import groupby
 
 import numpy as np
 from numpy.typing import NDArray
@@ -234,8 +235,11 @@ def _gather(
     if major_mn and operand.nbytes != 2:
         raise UnknownInstruction(f"wgmma has no MN-major operands of {operand.value}.")
     steps = (descriptors,) if isinstance(descriptors, int) else descriptors
-    first, base, starts = _decode_chain(steps)
-    return gather_chunks(shared, first, base, starts, rows, major_mn, operand, what)
+    parts = [
+        gather_chunks(shared, first, base, starts, rows, major_mn, operand, what)
+        for first, base, starts in _decode_chain(steps)
+    ]
+    return parts[0] if len(parts) == 1 else np.concatenate(parts, axis=1)
 
 
 def gather_chunks(
@@ -273,18 +277,23 @@ def gather_raw(
 
 
 @lru_cache(maxsize=4096)
-def _decode_chain(steps: tuple[int, ...]) -> tuple[MatrixDescriptor, int, tuple[int, ...]]:
-    """The first descriptor, the multiple of `PERIOD` before its start, and all starts from there
-    on in chunks."""
-    decoded = [decode_descriptor(bits) for bits in steps]
-    first = decoded[0]
-    base = first.start - first.start % PERIOD
-    for other in decoded:
-        if dataclasses.replace(other, start=first.start) != first:
-            raise InvalidDescriptor(
-                f"Steps of one wgmma chain have different layouts: {first} and {other}."
-            )
-    return first, base, tuple((descriptor.start - base) // CHUNK for descriptor in decoded)
+def _decode_chain(
+    steps: tuple[int, ...],
+) -> tuple[tuple[MatrixDescriptor, int, tuple[int, ...]], ...]:
+    """For each run of steps with one layout: its first descriptor, the multiple of `PERIOD` before
+    that one's start, and all starts from there on in chunks."""
+    runs = []
+    for run in runs_of_one_layout([decode_descriptor(bits) for bits in steps]):
+        base = run[0].start - run[0].start % PERIOD
+        runs.append((run[0], base, tuple((step.start - base) // CHUNK for step in run)))
+    return tuple(runs)
+
+
+def runs_of_one_layout(steps: Sequence[MatrixDescriptor]) -> list[list[MatrixDescriptor]]:
+    """The steps of a chain, in runs that differ in nothing but where they start."""
+    return [
+        list(run) for _, run in groupby(steps, lambda step: dataclasses.replace(step, start=0))
+    ]
 
 
 def require_chunks_written(shared: SharedMemory, positions: NDArray[np.int64], what: str) -> None:

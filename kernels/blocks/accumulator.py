@@ -50,13 +50,19 @@ def round_into(rounded: cute.Tensor, acc: cute.Tensor):
     serialises every wgmma of the loop (seen at d128 x 128, d64 and d256).
     """
     packed = cute.recast_tensor(rounded, Int32)
-    kind = PACKED_TYPE[rounded.element_type]
     for i in cutlass.range_constexpr(cute.size(packed)):
-        packed[i] = cute.arch.inline_ptx(
-            f"cvt.rn.{kind}.f32 {{$w0}}, {{$r0}}, {{$r1}};",
-            write_only_types=[Int32],
-            read_only_args=[acc[2 * i + 1], acc[2 * i]],
-        )
+        pair = cute.make_tensor(acc.iterator + 2 * i, cute.make_layout(2))
+        packed[i] = round_pair(pair, rounded.element_type)
+
+
+@cute.jit
+def round_pair(pair: cute.Tensor, element_type: cutlass.Constexpr):
+    """Two fp32 values as a register of bf16 or fp16, the first one in the low half."""
+    return cute.arch.inline_ptx(
+        f"cvt.rn.{PACKED_TYPE[element_type]}.f32 {{$w0}}, {{$r0}}, {{$r1}};",
+        write_only_types=[Int32],
+        read_only_args=[pair[1], pair[0]],
+    )
 
 
 @cute.jit

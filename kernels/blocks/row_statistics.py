@@ -7,11 +7,21 @@ one has weight exp2(x - inf) = 0, and kernels read whole blocks without looking 
 
 Inside each sixteen rows the order is that of a wgmma accumulator's columns: what thread l of a
 quad needs of columns 2l, 2l + 1, 2l + 8 and 2l + 9 is four neighbours, one 16-byte load.
+
+A second workspace, (2, batch or 1, heads_q, rows * STATISTIC_TERMS) bf16, has them for matrix products that
+add them to scores and to dP: -lse / softmax_scale and -delta, each as three terms, from the largest
+on, that make up all 24 bits of it, and zeros. Rows are in their own order.
 """
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32, const_expr
+from cutlass import BFloat16, Float32, Int32, const_expr
+
+from fa4.kernels.blocks.online_softmax import LOG2_E
+from fa4.pipelines.sm90_backward import STATISTIC_TERMS
+
+SMALLEST_SCALE = 2.0**-60
+LARGEST_TERM = 2.0**100
 
 
 @cute.jit
@@ -49,3 +59,30 @@ def of_columns(statistics: cute.Tensor, column: Int32):
     groups = cute.size(statistics) // 16
     first = (statistics.iterator + 2 * column).align(16)
     return cute.make_tensor(first, cute.make_layout((4, groups), stride=(1, 16)))
+
+
+@cute.jit
+def exponent_scale(softmax_scale: Float32):
+    """softmax_scale * log2(e), kept away from 0: what scores and LSE terms are multiplied by.
+
+    A score times the smallest scale is as good as 0, and lse over it is no overflow.
+    """
+    scale = softmax_scale * LOG2_E
+    if cute.arch.fmax(scale, -scale) < SMALLEST_SCALE:
+        scale = Float32(SMALLEST_SCALE)
+    return scale
+
+
+@cute.jit
+def as_terms(value: Float32):
+    """(STATISTIC_TERMS,) bf16 whose sum is ``value``; infinities become large: 0 times them must be 0."""
+    if value > LARGEST_TERM:
+        value = Float32(LARGEST_TERM)
+    if value < -LARGEST_TERM:
+        value = Float32(-LARGEST_TERM)
+    terms = cute.make_rmem_tensor(STATISTIC_TERMS, BFloat16)
+    terms.fill(0.0)
+    for i in cutlass.range_constexpr(3):
+        terms[i] = value.to(BFloat16)
+        value = value - terms[i].to(Float32)
+    return terms

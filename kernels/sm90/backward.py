@@ -13,18 +13,20 @@ rows, and leave P^T and dS^T where the register operands of dV += P^T dO and dK 
 them. Only dS goes through shared memory, once, since dQ = dS K sums over the keys of both
 warpgroups.
 
-Roles (1 + 2 warpgroups)
-  warpgroup 0       load      warp 0 issues every TMA load; the others only give up registers
-  warpgroups 1, 2   attend    each owns 64 keys: dK and dV stay in its registers from the first
-                              row block of the first query head of its group to the last of the
-                              last. Of a block's dQ each makes one half
+Roles (2 warpgroups, 255 registers a thread)
+  both             attend    each owns 64 keys: dK and dV stay in its registers from the first row
+                             block of the first query head of its group to the last of the last. Of
+                             a block's dQ each makes one half
+  warpgroup 0      load      too: its four warps issue the TMA loads, one operand each. A producer
+                             warpgroup would leave the others 240 registers, too few for S and dP of
+                             the next block beside dQ of this one
 
 Shared memory (sizes in elements of q's type; `OneKernelSchedule.smem_bytes`)
   sK   (tile_n, head_dim)              later dK
   sV   (tile_n, head_dim_v)            later dV
   sQ   (tile_m, head_dim, stages)      and the LSE of those rows
   sdO  (tile_m, head_dim_v, grad_stages)  and their delta
-  sdS  (tile_n, tile_m, 3)             written by both warpgroups, read by both
+  sdS  (tile_n, tile_m, 2)             written by both warpgroups, read by both
 
 Hand-offs
   k,v    one `PipelineTmaAsync` stage each, filled once
@@ -34,23 +36,27 @@ Hand-offs
 
 A round is one block, and leaves no product in flight, which ptxas would not follow around the loop:
 
-    request dP(j)           P while dP runs
-    request dV              dS; with 64 rows while dV runs, else before, for lack of registers
-    dS to shared memory
+    P and dS from S(j) and dP(j), dS to shared memory
     wait for the turn
-    request dQ, dK, S(j+1)
-    give the turn           dQ leaves while dK and S run
+    request dQ, S(j+1), dV, dK      in blocks of 128 rows S last, for lack of registers
+    wait for dQ, add it to the workspace while the others run
+    request dP(j+1), in registers of what is done
+    give the turn, load block j+2, wait for S(j+1) and dP(j+1)
 
-The warpgroups take turns at requesting, so that one is busy with exponentials while the other has
-the tensor cores. A warpgroup comes to its turn with its dS(j) stored, and knows that the other one
-came so to the turn before: warpgroup 0 with dS(j), but warpgroup 1 with dS(j-1). Hence warpgroup 0
-makes dQ of the block before. It begins with a dS of zeros, whose dQ is dropped, and has a turn more
-at the end. There are three stages of dS, because a warpgroup stores dS(j) while the other one may
-still read dS(j-2); that it has finished dQ(j-3) is known from the turn before.
+The warpgroups take turns at all five products, so that one computes while the other has the tensor
+cores: products of two warpgroups at a time take them from each other in no useful order. A
+warpgroup comes to its turn with its dS(j) stored, and knows that the other one came so to the turn
+before: warpgroup 0 with dS(j), but warpgroup 1 with dS(j-1). Hence warpgroup 0 makes dQ of the
+block before. It begins with a dS of zeros, whose dQ is dropped, and has a turn more at the end. Two
+stages of dS are enough, because whoever gives the turn has finished its dQ.
 
-Shared memory is about as busy as the tensor cores: by `perf.roofline`, a block of 64 rows of d128
-takes 2560 clocks of these and 2432 of shared memory. Hence P^T and dS^T in registers, and dQ, which
-would take 512 more on its way through a buffer, straight from there.
+Shared memory is what is short: by `perf.roofline` a block of 64 rows of d128 takes 2560 clocks of
+the tensor cores and as many of shared memory, and loads by threads wait behind the operands of
+wgmma, sixteen of them 3400 clocks instead of 240 beside products of 64 x 64. Hence
+ - P^T and dS^T stay in registers, and dQ goes from there to the workspace;
+ - threads load no statistics. One more k-step of S = K Q^T adds -lse / scale to the scores, one of
+   dP = V dO^T adds -delta: `row_statistics` has them as bf16 terms, eight slots a row. With softcap
+   the LSE is subtracted behind the cap, and so is loaded.
 
 dQ is summed up in an fp32 workspace by reductions of 16 bytes a thread, in the order of accumulator
 registers (`add_dq`), which `kernels.backward_finish` undoes. The order of the sums differs from run
@@ -79,11 +85,12 @@ from fa4.kernels.blocks.tile_order import Tile, locate_tile, num_slots
 from fa4.kernels.blocks.tma_rings import Tma, load_block, stage_at, tma_copy, tma_ring
 from fa4.kernels.features import BackwardFeatures
 from fa4.pipelines.registers import WARPGROUP
-from fa4.pipelines.sm90_backward import OneKernelSchedule
+from fa4.pipelines.sm90_backward import STATISTIC_TERMS, OneKernelSchedule
 
 KEYS = 64  # keys of a warpgroup: M of one wgmma
-CONSUMERS = 2  # warpgroups
-DS_STAGES = 3
+WARPGROUPS = 2
+DS_STAGES = 2
+LOADED_AHEAD = 2  # blocks
 CHUNK = 64  # query rows of a swizzled line of sdS
 OCTET = 4 * WARPGROUP  # elements of the dQ workspace: 64 rows by 8 columns
 DTYPES = {"bf16": BFloat16, "fp16": Float16}
@@ -139,7 +146,12 @@ class Work(NamedTuple):
 
 
 class Shared(NamedTuple):
-    """Shared memory as the roles see it; `t` is the same bytes with the modes exchanged."""
+    """Shared memory; `t` is the same bytes with the modes exchanged.
+
+    halves (64, 16) bf16, all 0.5: the sixteen columns of a statistic are its eight terms twice
+    lse    (tile_m, 16, stages) bf16 terms, or with softcap (tile_m, stages) fp32
+    delta  (tile_m, 16, grad_stages) bf16 terms
+    """
 
     k: cute.Tensor
     kt: cute.Tensor
@@ -150,6 +162,7 @@ class Shared(NamedTuple):
     dot: cute.Tensor
     ds: cute.Tensor
     dst: cute.Tensor
+    halves: cute.Tensor
     lse: cute.Tensor
     delta: cute.Tensor
     dk: cute.Tensor
@@ -166,19 +179,22 @@ class Rings(NamedTuple):
 
 
 class Products(NamedTuple):
-    """The tiled MMAs: scores and dP, dV, dK, dQ."""
+    """The tiled MMAs: scores and dP, their k-step of statistics, dV, dK, dQ."""
 
     scores: cute.TiledMma
+    statistics: cute.TiledMma
     dv: cute.TiledMma
     dk: cute.TiledMma
     dq: cute.TiledMma
 
 
 class Fragments(NamedTuple):
-    """What a consumer warpgroup multiplies and keeps in registers.
+    """What a warpgroup multiplies and keeps in registers.
 
     k, v                     shared-memory A operands: (MMA, 1, K)
     q, do                    B operands of scores and dP: (MMA, 1, K, stages)
+    halves                   A operand of the statistics' k-step: (MMA, 1, 1)
+    lse, delta               B operands of it: (MMA, 1, 1, stages); no lse with softcap
     qt, dot                  B operands of dK and dV: (MMA, 1, K, stages)
     ds, kt                   A and B operands of dQ: (MMA, 1, K, stages), (MMA, 1, K)
     scores, dp               fp32 accumulators; scores become P, dp becomes dS
@@ -190,6 +206,9 @@ class Fragments(NamedTuple):
     v: cute.Tensor
     q: cute.Tensor
     do: cute.Tensor
+    halves: cute.Tensor
+    lse: Optional[cute.Tensor]
+    delta: cute.Tensor
     qt: cute.Tensor
     dot: cute.Tensor
     ds: cute.Tensor
@@ -203,7 +222,7 @@ class Fragments(NamedTuple):
 
 
 class Place(NamedTuple):
-    """Where a consumer thread is.
+    """Where a thread is.
 
     warpgroup  its own, and with it the keys
     column     row of a block that its first accumulator element belongs to
@@ -224,6 +243,8 @@ class HopperBackward:
         # the views of a dense tensor can follow too.
         self.q_is_ragged = features.packed_q or features.has_seqused_q
         self.k_is_ragged = features.packed_k or features.has_seqused_k
+        # A softcap comes between the score and the LSE.
+        self.scores_have_lse = features.score == "plain"
 
     # ---------------------------------------------------------------- host side
     @cute.jit
@@ -234,6 +255,7 @@ class HopperBackward:
         mV: cute.Tensor,
         mdO: cute.Tensor,
         mStatistics: cute.Tensor,
+        mTerms: cute.Tensor,
         mdQ: cute.Tensor,
         mdK: cute.Tensor,
         mdV: cute.Tensor,
@@ -253,7 +275,8 @@ class HopperBackward:
         mQ, mK, mV, mdO  (batch, rows, heads, dim) or packed (total, heads, dim), unit last
                          stride, 16-byte aligned
         mStatistics      (2, batch or 1, heads_q, blocks * tile_m) fp32, contiguous, as
-                         `kernels.backward_prepare` leaves it
+                         `kernels.backward_prepare` leaves it; only its LSE is read, with softcap
+        mTerms           (2, batch or 1, heads_q, blocks * tile_m * 8) bf16, contiguous, likewise
         mdQ              (batch or 1, heads_q, blocks, tile_m * head_dim) fp32, contiguous, zeros:
                          sums of ds k, in the order that `kernels.backward_finish` reads;
                          head_dim is the schedule's
@@ -278,8 +301,8 @@ class HopperBackward:
         sQ_layout, sQt_layout = self.both_ways(tile_m, head_dim, stages, head_dim)
         sdO_layout, sdOt_layout = self.both_ways(tile_m, head_dim_v, grad_stages, head_dim_v)
         sdSt_layout, sdS_layout = self.both_ways(tile_n, tile_m, DS_STAGES, tile_m)
-        sdK_layout = sm90.make_smem_layout_epi(self.dtype, row_major, (KEYS, head_dim), CONSUMERS)
-        sdV_layout = sm90.make_smem_layout_epi(self.dtype, row_major, (KEYS, head_dim_v), CONSUMERS)
+        sdK_layout = sm90.make_smem_layout_epi(self.dtype, row_major, (KEYS, head_dim), WARPGROUPS)
+        sdV_layout = sm90.make_smem_layout_epi(self.dtype, row_major, (KEYS, head_dim_v), WARPGROUPS)
 
         load = cpasync.CopyBulkTensorTileG2SOp()
         store = cpasync.CopyBulkTensorTileS2GOp()
@@ -293,6 +316,7 @@ class HopperBackward:
         # One warpgroup's share each: 64 keys, or its part of dQ.
         products = Products(
             self.mma(OperandMajorMode.K, OperandMajorMode.K, tile_m),
+            self.mma(OperandMajorMode.K, OperandMajorMode.K, tile_m, dtype=BFloat16),
             self.mma(OperandMajorMode.K, OperandMajorMode.MN, head_dim_v, from_registers=True),
             self.mma(OperandMajorMode.K, OperandMajorMode.MN, head_dim, from_registers=True),
             self.mma(OperandMajorMode.MN, OperandMajorMode.MN, schedule.dq_columns),
@@ -304,8 +328,11 @@ class HopperBackward:
             v_barriers: cute.struct.MemRange[cutlass.Int64, 2]
             q_barriers: cute.struct.MemRange[cutlass.Int64, 2 * stages]
             do_barriers: cute.struct.MemRange[cutlass.Int64, 2 * grad_stages]
-            lse: cute.struct.Align[cute.struct.MemRange[Float32, stages * tile_m], 128]
-            delta: cute.struct.Align[cute.struct.MemRange[Float32, grad_stages * tile_m], 128]
+            halves: cute.struct.Align[cute.struct.MemRange[BFloat16, 64], 128]
+            lse: cute.struct.Align[cute.struct.MemRange[BFloat16, stages * tile_m * STATISTIC_TERMS], 128]
+            delta: cute.struct.Align[
+                cute.struct.MemRange[BFloat16, grad_stages * tile_m * STATISTIC_TERMS], 128
+            ]
             sK: cute.struct.Align[cute.struct.MemRange[self.dtype, schedule.slab], 1024]
             sV: cute.struct.Align[cute.struct.MemRange[self.dtype, schedule.slab], 1024]
             sQ: cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(sQ_layout)], 1024]
@@ -344,7 +371,7 @@ class HopperBackward:
             (q_tma, k_tma, v_tma, do_tma),
             (dk_tma, dv_tma),
             (dk, dv),
-            mStatistics,
+            (mStatistics, mTerms),
             mdQ,
             products,
             (sK_layout, sKt_layout, sV_layout, sQ_layout, sQt_layout, sdO_layout, sdOt_layout),
@@ -373,12 +400,12 @@ class HopperBackward:
             layouts.append(cute.tile_to_shape(atom, shape, order=order))
         return layouts
 
-    def mma(self, a_major, b_major, columns: int, from_registers: bool = False):
+    def mma(self, a_major, b_major, columns: int, from_registers: bool = False, dtype=None):
         """64 rows by ``columns`` of one warpgroup."""
         source = warpgroup.OperandSource
         return sm90.make_trivial_tiled_mma(
-            self.dtype,
-            self.dtype,
+            dtype or self.dtype,
+            dtype or self.dtype,
             a_major,
             b_major,
             Float32,
@@ -394,7 +421,7 @@ class HopperBackward:
         loads: tuple[Tma, Tma, Tma, Tma],
         stores: tuple[Tma, Tma],
         gradients: tuple[cute.Tensor, cute.Tensor],
-        mStatistics: cute.Tensor,
+        statistics: tuple[cute.Tensor, cute.Tensor],
         mdQ: cute.Tensor,
         products: Products,
         load_layouts,
@@ -427,30 +454,48 @@ class HopperBackward:
             view(storage.sdO, sdOt_layout),
             view(storage.sdS, sdS_layout),
             view(storage.sdS, sdSt_layout),
-            storage.lse.get_tensor(cute.make_layout((schedule.tile_m, schedule.stages))),
-            storage.delta.get_tensor(cute.make_layout((schedule.tile_m, schedule.grad_stages))),
+            # Eight rows of eight columns stand for all of them.
+            storage.halves.get_tensor(cute.make_layout(((8, 8), (8, 2)), stride=((8, 0), (1, 0)))),
+            self.statistics_view(storage.lse, schedule.stages, self.scores_have_lse),
+            self.statistics_view(storage.delta, schedule.grad_stages, True),
             view(storage.sK, sdK_layout),
             view(storage.sV, sdV_layout),
         )
-        warps = 4 * CONSUMERS
+        warps = 4 * WARPGROUPS
         stages, grad_stages = schedule.stages, schedule.grad_stages
-        row_bytes = 4 * schedule.tile_m  # of a statistic, which comes with its rows
+        # Bytes of statistics, which come with their rows.
+        delta_bytes = 2 * STATISTIC_TERMS * schedule.tile_m
+        lse_bytes = delta_bytes if self.scores_have_lse else 4 * schedule.tile_m
         rings = Rings(
             tma_ring(storage.k_barriers, 1, warps, shared.k),
             tma_ring(storage.v_barriers, 1, warps, shared.v),
-            tma_ring(storage.q_barriers, stages, warps, shared.q, row_bytes),
-            tma_ring(storage.do_barriers, grad_stages, warps, shared.do, row_bytes),
+            tma_ring(storage.q_barriers, stages, warps, shared.q, lse_bytes),
+            tma_ring(storage.do_barriers, grad_stages, warps, shared.do, delta_bytes),
         )
+        if cute.arch.thread_idx()[0] < 8:
+            half = cute.make_rmem_tensor(8, BFloat16)
+            half.fill(0.5)
+            rows = storage.halves.get_tensor(cute.make_layout((8, 8)))
+            cute.autovec_copy(half, rows[None, cute.arch.thread_idx()[0]])
+            cute.arch.fence_proxy("async.shared", space="cta")
         pipeline.pipeline_init_arrive(is_relaxed=True)
         pipeline.pipeline_init_wait()
+        self.attend(products, loads, stores, gradients, statistics, mdQ, shared, rings, call)
 
-        if warp_idx < 4:
-            cute.arch.setmaxregister_decrease(schedule.producer_registers)
-            if warp_idx == 0:
-                self.load(loads, mStatistics, shared, rings, call)
-        else:
-            cute.arch.setmaxregister_increase(schedule.consumer_registers)
-            self.attend(products, stores, gradients, mdQ, shared, rings, call)
+    def statistics_view(self, field, stages: int, is_terms: bool):
+        """The LSE or delta of each stage's rows: (rows, stages) fp32, or as a B operand.
+
+        That is (rows, 16, stages) bf16, the second eight columns the first eight once more.
+        """
+        tile_m = self.schedule.tile_m
+        if not is_terms:
+            first = cute.recast_ptr(field.data_ptr(), dtype=Float32)
+            return cute.make_tensor(first, cute.make_layout((tile_m, stages)))
+        layout = cute.make_layout(
+            ((8, tile_m // 8), (STATISTIC_TERMS, 2), stages),
+            stride=((STATISTIC_TERMS, 8 * STATISTIC_TERMS), (1, 0), tile_m * STATISTIC_TERMS),
+        )
+        return field.get_tensor(layout)
 
     @cute.jit
     def locate(self, call: Call):
@@ -503,50 +548,60 @@ class HopperBackward:
         return entry, first
 
     @cute.jit
-    def load(
+    def load_keys(self, loads: tuple[Tma, Tma, Tma, Tma], shared: Shared, rings: Rings, work: Work):
+        """Request K and V."""
+        schedule, tile = self.schedule, work.tile
+        _, k_tma, v_tma, _ = loads
+        once = pipeline.PipelineState(1, Int32(0), Int32(0), Int32(1))
+        # Packed sequences are told apart by their rows, not by a batch mode.
+        batch_k = Int32(0) if const_expr(self.features.packed_k) else tile.batch_idx
+        keys = (tile.head_idx, batch_k, work.k.start, work.k.length)
+        gK = self.tiles(k_tma, keys, (schedule.tile_n, schedule.head_dim))
+        gV = self.tiles(v_tma, keys, (schedule.tile_n, schedule.head_dim_v))
+        load_block(k_tma, gK, shared.k, rings.k, tile.m_block, once)
+        load_block(v_tma, gV, shared.v, rings.v, tile.m_block, once)
+
+    @cute.jit
+    def load_rows(
         self,
         loads: tuple[Tma, Tma, Tma, Tma],
-        mStatistics: cute.Tensor,
+        statistics: tuple[cute.Tensor, cute.Tensor],
         shared: Shared,
         rings: Rings,
+        work: Work,
         call: Call,
+        block: tuple[Int32, Int32, Int32],
     ):
-        """Warp 0: request K and V, and Q and dO block by block, as far ahead as buffers are free.
+        """Request what a block needs: each warp of warpgroup 0 one operand.
 
-        Waits for free stages of q and do; the copies signal their full barriers.
+        block  its number in the CTA, its query head (of the group) and row block
+
+        Waits for free stages of q and do; the copies signal their full barriers. A statistic may
+        arrive before its barrier is told what to expect: it counts bytes below zero, too.
         """
-        schedule, features = self.schedule, self.features
-        q_tma, k_tma, v_tma, do_tma = loads
-        work = self.locate(call)
-        tile, rows = work.tile, work.rows
+        schedule = self.schedule
+        q_tma, _, _, do_tma = loads
+        mStatistics, mTerms = statistics
+        count, head, m_block = block
+        head_idx = work.tile.head_idx * (call.heads_q // call.heads_kv) + head
         entry, first_block = self.workspace_entry(work)
-        once = pipeline.PipelineState(1, Int32(0), Int32(0), Int32(1))
-        group = call.heads_q // call.heads_kv
-        # Packed sequences are told apart by their rows, not by a batch mode.
-        batch_k = Int32(0) if const_expr(features.packed_k) else tile.batch_idx
-        keys = (tile.head_idx, batch_k, work.k.start, work.k.length)
-        if work.num_blocks > 0:
-            gK = self.tiles(k_tma, keys, (schedule.tile_n, schedule.head_dim))
-            gV = self.tiles(v_tma, keys, (schedule.tile_n, schedule.head_dim_v))
-            load_block(k_tma, gK, shared.k, rings.k, tile.m_block, once)
-            load_block(v_tma, gV, shared.v, rings.v, tile.m_block, once)
-        count = Int32(0)
-        for g in cutlass.range(group, unroll=1):
-            head_idx = tile.head_idx * group + g
-            queries = (head_idx, entry, work.q.start + rows.origin, rows.length)
-            gQ = self.tiles(q_tma, queries, (schedule.tile_m, schedule.head_dim))
-            gdO = self.tiles(do_tma, queries, (schedule.tile_m, schedule.head_dim_v))
-            lse, delta = [mStatistics[kind, entry, head_idx, None] for kind in range(2)]
-            for m_block in cutlass.range(rows.first, rows.end, unroll=1):
-                state = stage_at(count, schedule.stages, True)
-                grad_state = stage_at(count, schedule.grad_stages, True)
-                place = (first_block + m_block) * schedule.tile_m
-                load_block(q_tma, gQ, shared.q, rings.q, m_block, state)
-                self.load_statistics(lse, place, shared.lse, rings.q, state)
-                load_block(do_tma, gdO, shared.do, rings.do, m_block, grad_state)
-                self.load_statistics(delta, place, shared.delta, rings.do, grad_state)
-                count = count + 1
-        # No tail: barriers are this CTA's own, and its shared memory lives until its last warp.
+        rows = (head_idx, entry, work.q.start + work.rows.origin, work.rows.length)
+        first_row = (first_block + m_block) * schedule.tile_m
+        state = stage_at(count, schedule.stages, True)
+        grad_state = stage_at(count, schedule.grad_stages, True)
+        warp_idx = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        if warp_idx == 0:
+            gQ = self.tiles(q_tma, rows, (schedule.tile_m, schedule.head_dim))
+            load_block(q_tma, gQ, shared.q, rings.q, m_block, state)
+        elif warp_idx == 1:
+            gdO = self.tiles(do_tma, rows, (schedule.tile_m, schedule.head_dim_v))
+            load_block(do_tma, gdO, shared.do, rings.do, m_block, grad_state)
+        elif warp_idx == 2:
+            values = mTerms if const_expr(self.scores_have_lse) else mStatistics
+            self.load_statistics(values[0, entry, head_idx, None], first_row, shared.lse, rings.q, state)
+        else:
+            delta = mTerms[1, entry, head_idx, None]
+            self.load_statistics(delta, first_row, shared.delta, rings.do, grad_state)
 
     def tiles(self, tma: Tma, sequence: tuple[Int32, Int32, Int32, Int32], tile):
         """Rows of a (head, batch entry, first row, number of rows), cut into (*tile, blocks)."""
@@ -558,38 +613,44 @@ class HopperBackward:
     def load_statistics(
         self,
         values: cute.Tensor,
-        place: Int32,
+        first_row: Int32,
         sX: cute.Tensor,
         ring: pipeline.PipelineAsync,
         state: pipeline.PipelineState,
     ):
         """Copy the LSE or delta of one row block into the stage that its tile is loaded to."""
-        first = (values.iterator + place).align(16)
-        source = cute.make_tensor(first, cute.make_layout(self.schedule.tile_m))
-        atom = cute.make_copy_atom(cpasync.CopyBulkG2SOp(), Float32)
+        # Of fp32 one, of bf16 terms eight.
+        elements_a_row = 1 if const_expr(values.element_type is Float32) else STATISTIC_TERMS
+        elements = self.schedule.tile_m * elements_a_row
+        source = (values.iterator + first_row * elements_a_row).align(16)
+        target = (sX.iterator + state.index * elements).align(16)
+        line = cute.make_layout(elements)
+        atom = cute.make_copy_atom(cpasync.CopyBulkG2SOp(), values.element_type)
         with cute.arch.elect_one():
             cute.copy(
-                atom, source, sX[None, state.index], mbar_ptr=ring.producer_get_barrier(state)
+                atom,
+                cute.make_tensor(source, line),
+                cute.make_tensor(target, line),
+                mbar_ptr=ring.producer_get_barrier(state),
             )
 
     @cute.jit
     def attend(
         self,
         products: Products,
+        loads: tuple[Tma, Tma, Tma, Tma],
         stores: tuple[Tma, Tma],
         gradients: tuple[cute.Tensor, cute.Tensor],
+        statistics: tuple[cute.Tensor, cute.Tensor],
         mdQ: cute.Tensor,
         shared: Shared,
         rings: Rings,
         call: Call,
     ):
-        """Consumer warpgroups: everything about 64 keys, and half of each block's dQ.
-
-        Waits for K, V and full stages of q and do, and gives the latter back.
-        """
+        """A warpgroup: everything about 64 keys, and half of each block's dQ."""
         schedule = self.schedule
         work = self.locate(call)
-        tidx = cute.arch.thread_idx()[0] - WARPGROUP
+        tidx = cute.arch.thread_idx()[0]
         wg = cute.arch.make_warp_uniform(tidx // WARPGROUP)
         if const_expr(self.features.has_left_bound):
             self.clear_hidden_keys(gradients, work, tidx)
@@ -597,12 +658,14 @@ class HopperBackward:
             place = Place(wg, tidx % 4 * 2)
             regs = self.fragments(products, shared, wg)
             if work.num_blocks > 0:
-                self.attend_blocks(products, mdQ, shared, rings, regs, place, work, call)
+                self.attend_blocks(
+                    products, loads, statistics, mdQ, shared, rings, regs, place, work, call
+                )
             else:
                 regs.dk.fill(0.0)
                 regs.dv.fill(0.0)
             # The gradients of one warpgroup go where the other one may still read K for dQ.
-            self.barrier(Barrier.BLOCKS_DONE, CONSUMERS).arrive_and_wait()
+            self.barrier(Barrier.BLOCKS_DONE, WARPGROUPS).arrive_and_wait()
             dk_tma, dv_tma = stores
             one = Float32(1.0)
             self.store_gradient(products.dv, dv_tma, regs.dv, shared.dv, one, place, work)
@@ -628,7 +691,7 @@ class HopperBackward:
                     rows = gradient[None, None, tile.head_idx, tile.batch_idx]
                 end = cutlass.min(first + tile_n, work.hidden_keys)
                 octets = gradient.shape[1] // 8
-                for i in cutlass.range(tidx, (end - first) * octets, CONSUMERS * WARPGROUP):
+                for i in cutlass.range(tidx, (end - first) * octets, self.schedule.threads):
                     row = work.k.start - work.hidden_keys + first + i // octets
                     target = cute.local_tile(rows[row, None], (8,), (i % octets,))
                     cute.autovec_copy(zeros, target)
@@ -640,7 +703,7 @@ class HopperBackward:
         """Operands and accumulators of warpgroup ``wg``."""
         schedule = self.schedule
         # Descriptors are a warpgroup's, not a thread's.
-        scores, dv, dk, dq = [mma.get_slice(0) for mma in products]
+        scores, statistics, dv, dk, dq = [mma.get_slice(0) for mma in products]
 
         def fp32(mma, columns):
             return cute.make_rmem_tensor(mma.partition_shape_C((KEYS, columns)), Float32)
@@ -648,6 +711,9 @@ class HopperBackward:
         def of_keys(tensor, columns):
             mine = cute.local_tile(tensor[None, None, 0], (KEYS, columns), (wg, 0))
             return products.scores.make_fragment_A(scores.partition_A(mine))
+
+        def of_rows(tensor):
+            return products.statistics.make_fragment_B(statistics.partition_B(tensor))
 
         acc_scores, acc_dp = [fp32(products.scores, schedule.tile_m) for _ in range(2)]
         p, rounded_ds = [cute.make_rmem_tensor_like(acc_scores, self.dtype) for _ in range(2)]
@@ -659,6 +725,9 @@ class HopperBackward:
             of_keys(shared.v, schedule.head_dim_v),
             products.scores.make_fragment_B(scores.partition_B(shared.q)),
             products.scores.make_fragment_B(scores.partition_B(shared.do)),
+            products.statistics.make_fragment_A(statistics.partition_A(shared.halves)),
+            of_rows(shared.lse) if self.scores_have_lse else None,
+            of_rows(shared.delta),
             products.dk.make_fragment_B(dk.partition_B(shared.qt)),
             products.dv.make_fragment_B(dv.partition_B(shared.dot)),
             products.dq.make_fragment_A(dq.partition_A(ds)),
@@ -696,6 +765,8 @@ class HopperBackward:
     def attend_blocks(
         self,
         products: Products,
+        loads: tuple[Tma, Tma, Tma, Tma],
+        statistics: tuple[cute.Tensor, cute.Tensor],
         mdQ: cute.Tensor,
         shared: Shared,
         rings: Rings,
@@ -711,7 +782,7 @@ class HopperBackward:
         total = work.num_blocks * (call.heads_q // call.heads_kv)
         schedule, rows = self.schedule, work.rows
         elements = schedule.tile_m * schedule.head_dim
-        my_tile = CONSUMERS * work.tile.m_block + place.warpgroup
+        my_tile = WARPGROUPS * work.tile.m_block + place.warpgroup
         mine = self.rows_of(my_tile, work.q.length, work.k.length, KEYS, call)
         clear_first = mine.clear_first
         if (my_tile + 1) * KEYS > work.k.length:
@@ -719,11 +790,21 @@ class HopperBackward:
             clear_first = mine.clear_end
         clear = (clear_first, mine.clear_end)
 
+        if cute.arch.make_warp_uniform(cute.arch.warp_idx()) == 0:
+            self.load_keys(loads, shared, rings, work)
+        # The next block to load.
+        load_head, load_block_idx = Int32(0), rows.first
+        for i in cutlass.range_constexpr(LOADED_AHEAD):
+            to_load = (Int32(i), load_head, load_block_idx)
+            if (place.warpgroup == 0) & (i < total):
+                self.load_rows(loads, statistics, shared, rings, work, call, to_load)
+            load_head, load_block_idx = self.next_block(load_head, load_block_idx, rows)
+
         # Of the dQ workspace: where this head's blocks begin.
         entry, first_block = self.workspace_entry(work)
         head_idx = work.tile.head_idx * (call.heads_q // call.heads_kv)
         dq_head = (entry * call.heads_q + head_idx) * mdQ.shape[2] + first_block
-        m_block = rows.first
+        head, m_block = Int32(0), rows.first
         regs.dk.fill(0.0)
         regs.dv.fill(0.0)
         # Rounds between a warpgroup's dS and its dQ, and the block of the last round.
@@ -731,71 +812,65 @@ class HopperBackward:
         last_block = Int32(0)
         self.begin_turns(shared, place)
         once = pipeline.PipelineState(1, Int32(0), Int32(0), Int32(0))
-        state = stage_at(Int32(0), schedule.stages, False)
         rings.k.consumer_wait(once)
-        rings.q.consumer_wait(state)
-        q = regs.q[None, None, None, state.index]
-        matmul(products.scores, regs.scores, regs.k, q, False)
+        rings.q.consumer_wait(stage_at(Int32(0), schedule.stages, False))
+        self.request_scores(products, regs, Int32(0))
         rings.v.consumer_wait(once)
+        rings.do.consumer_wait(stage_at(Int32(0), schedule.grad_stages, False))
+        self.request_dp(products, regs, Int32(0))
         warpgroup.wait_group(0)
         for count in cutlass.range(cute.arch.make_warp_uniform(total), unroll=1):
             state = stage_at(count, schedule.stages, False)
             grad_state = stage_at(count, schedule.grad_stages, False)
-            rings.do.consumer_wait(grad_state)
-            do = regs.do[None, None, None, grad_state.index]
-            matmul(products.scores, regs.dp, regs.v, do, False)
-            self.probabilities(regs, shared, state.index, m_block, place, work, call, clear)
-            accumulator.round_into(regs.p, regs.scores)
-            p = accumulator.as_operand_a(regs.p)
-            dot = regs.dot[None, None, None, grad_state.index]
-            if const_expr(schedule.requests_dv_early):
-                matmul(products.dv, regs.dv, p, dot, True)
-                # dP is done, dV is not.
-                warpgroup.wait_group(1)
-            else:
-                warpgroup.wait_group(0)
-            self.score_gradient(regs, shared, state.index, grad_state.index, place, call)
-            accumulator.round_into(regs.rounded_ds, regs.dp)
-            if const_expr(schedule.requests_dv_early):
-                # P's registers are free. Waiting later makes ptxas serialise all products.
-                warpgroup.wait_group(0)
-                rings.do.consumer_release(grad_state)
+            if lag == 1:
+                # All its warps have finished the dQ whose dS gives its place to this one.
+                self.barrier(Barrier.EPILOGUE, 1).arrive_and_wait()
+            self.score_gradient(regs, shared, state.index, m_block, place, work, call, clear)
             self.share_ds(regs, shared, place, count % DS_STAGES)
 
-            # Behind the last block, S of that block once more, for nothing.
+            # Behind the last block, S and dP of that block once more, for nothing.
             has_next = count + 1 < total
             next_state = stage_at(count + 1, schedule.stages, False)
+            next_grad_state = stage_at(count + 1, schedule.grad_stages, False)
             next_index = next_state.index if has_next else state.index
+            next_grad_index = next_grad_state.index if has_next else grad_state.index
             if has_next:
                 rings.q.consumer_wait(next_state)
+                rings.do.consumer_wait(next_grad_state)
             self.turn(place.warpgroup).arrive_and_wait()
-            if const_expr(not schedule.requests_dv_early):
-                matmul(products.dv, regs.dv, p, dot, True)
             acc_dq = self.request_dq(products, regs, (count + DS_STAGES - lag) % DS_STAGES)
-            ds = accumulator.as_operand_a(regs.rounded_ds)
+            if const_expr(schedule.requests_scores_early):
+                self.request_scores(products, regs, next_index)
+            p, ds = [accumulator.as_operand_a(x) for x in (regs.p, regs.rounded_ds)]
+            dot = regs.dot[None, None, None, grad_state.index]
+            matmul(products.dv, regs.dv, p, dot, True)
             qt = regs.qt[None, None, None, state.index]
             matmul(products.dk, regs.dk, ds, qt, True)
-            if const_expr(not schedule.requests_dv_early):
-                # dV is done, dQ and dK are not.
-                warpgroup.wait_group(2)
-                rings.do.consumer_release(grad_state)
-            q = regs.q[None, None, None, next_index]
-            matmul(products.scores, regs.scores, regs.k, q, False)
-            self.turn(1 - place.warpgroup).arrive()
-
-            # dQ is done, dK and S are not.
-            warpgroup.wait_group(2)
-            block = dq_head + m_block
+            # dQ is done, what was requested behind it is not.
+            warpgroup.wait_group(3 if schedule.requests_scores_early else 2)
+            block = dq_head + head * mdQ.shape[2] + m_block
             dq_block = last_block if lag == 1 else block
             if count >= lag:
                 self.add_dq(mdQ, acc_dq, place, Int64(dq_block) * elements)
             last_block = block
-            m_block = m_block + 1
-            if m_block == rows.end:
-                m_block = rows.first
-                dq_head = dq_head + mdQ.shape[2]
-            warpgroup.wait_group(0)
+            if const_expr(not schedule.requests_scores_early):
+                self.request_scores(products, regs, next_index)
+            # dK is not done, or S; dP takes registers of what is.
+            warpgroup.wait_group(1)
+            self.request_dp(products, regs, next_grad_index)
+            self.turn(1 - place.warpgroup).arrive()
+            # All but dP is done, or but S and dP.
+            warpgroup.wait_group(1 if schedule.requests_scores_early else 2)
+            rings.do.consumer_release(grad_state)
             rings.q.consumer_release(state)
+
+            # The stage of block count - 1 is free: the other warpgroup gave this turn behind it.
+            to_load = (count + LOADED_AHEAD, load_head, load_block_idx)
+            if (place.warpgroup == 0) & (count + LOADED_AHEAD < total):
+                self.load_rows(loads, statistics, shared, rings, work, call, to_load)
+            load_head, load_block_idx = self.next_block(load_head, load_block_idx, rows)
+            head, m_block = self.next_block(head, m_block, rows)
+            warpgroup.wait_group(0)
         if lag == 1:
             self.turn(0).arrive_and_wait()
             acc_dq = self.request_dq(products, regs, (total - 1) % DS_STAGES)
@@ -803,10 +878,35 @@ class HopperBackward:
             self.add_dq(mdQ, acc_dq, place, Int64(last_block) * elements)
 
     @cute.jit
+    def next_block(self, head: Int32, m_block: Int32, rows: RowRange):
+        """The (query head of the group, row block) behind a block."""
+        m_block = m_block + 1
+        if m_block == rows.end:
+            m_block = rows.first
+            head = head + 1
+        return head, m_block
+
+    def request_scores(self, products: Products, regs: Fragments, stage: Int32):
+        """Request S = K Q^T, which with the LSE's k-step is x / scale - lse / scale."""
+        q = regs.q[None, None, None, stage]
+        if const_expr(self.scores_have_lse):
+            lse = regs.lse[None, None, None, stage]
+            more = (products.statistics, regs.halves, lse)
+            matmul(products.scores, regs.scores, regs.k, q, False, more)
+        else:
+            matmul(products.scores, regs.scores, regs.k, q, False)
+
+    def request_dp(self, products: Products, regs: Fragments, stage: Int32):
+        """Request dP - delta, where dP = V dO^T."""
+        do, delta = [x[None, None, None, stage] for x in (regs.do, regs.delta)]
+        more = (products.statistics, regs.halves, delta)
+        matmul(products.scores, regs.dp, regs.v, do, False, more)
+
+    @cute.jit
     def begin_turns(self, shared: Shared, place: Place):
         """Give warpgroup 0 the first turn, and zeros for the dS that it multiplies in it."""
         elements = self.schedule.tile_n * self.schedule.tile_m
-        threads = CONSUMERS * WARPGROUP
+        threads = self.schedule.threads
         # Zeros need no swizzle.
         stage = cute.recast_ptr(shared.ds.iterator, cute.make_swizzle(0, 4, 3))
         stage = cute.make_tensor(
@@ -824,7 +924,7 @@ class HopperBackward:
 
     def turn(self, warpgroup: Int32):
         """The named barrier at which a warpgroup waits for the other one to give it the turn."""
-        return self.barrier(Barrier.TURN + warpgroup, CONSUMERS)
+        return self.barrier(Barrier.TURN + warpgroup, WARPGROUPS)
 
     def request_dq(self, products: Products, regs: Fragments, stage: Int32):
         """Request this warpgroup's part of dQ = dS K, which is returned."""
@@ -836,7 +936,7 @@ class HopperBackward:
         return acc
 
     @cute.jit
-    def probabilities(
+    def score_gradient(
         self,
         regs: Fragments,
         shared: Shared,
@@ -847,40 +947,69 @@ class HopperBackward:
         call: Call,
         clear: tuple[Int32, Int32],
     ):
-        """S := P = exp(x - lse), 0 where a row does not see a key.
+        """P = exp(x - lse) and dS = P (dP - delta), rounded, 0 where a row does not see a key.
 
         clear  row blocks in which this warpgroup needs no mask: [first, end)
+
+        With softcap dS has its derivative, 1 - t^2 with t = x / cap, for a factor.
         """
-        if const_expr(self.features.score == "softcap"):
+        has_softcap = const_expr(self.features.score == "softcap")
+        scale_log2 = row_statistics.exponent_scale(call.softmax_scale)
+        if const_expr(has_softcap):
             soft_cap(regs.scores, call.softmax_scale, call.softcap)
             scale_log2 = Float32(LOG2_E)
-        else:
-            scale_log2 = call.softmax_scale * LOG2_E
         scores = accumulator.by_row(regs.scores)
-        lse = row_statistics.of_columns(shared.lse[None, stage], place.column)
-        four = cute.make_rmem_tensor(4, Float32)
-        groups = self.schedule.tile_m // 16
-        for g in cutlass.range_constexpr(groups):
-            cute.autovec_copy(lse[None, g], four)
-            for i in cutlass.range_constexpr(4):
-                for r in cutlass.range_constexpr(2):
-                    exponent = scores[r, 4 * g + i] * scale_log2 - four[i]
-                    scores[r, 4 * g + i] = cute.math.exp2(exponent, fastmath=True)
+        gradient = accumulator.by_row(regs.dp)
         if (m_block < clear[0]) | (m_block >= clear[1]):
-            self.mask(scores, m_block * self.schedule.tile_m, place, work, call)
+            nothing = -Float32.inf if scale_log2 > 0.0 else Float32.inf
+            self.mask(scores, nothing, m_block * self.schedule.tile_m, place, work, call)
+        packed_p, packed_ds = [cute.recast_tensor(x, Int32) for x in (regs.p, regs.rounded_ds)]
+        lse = cute.make_rmem_tensor(4, Float32)
+        pair = cute.make_rmem_tensor(2, Float32)
+        gradient_pair = cute.make_rmem_tensor(2, Float32)
+        # Sixteen rows after another, so that what is rounded takes the place of what it came from.
+        for g in cutlass.range_constexpr(self.schedule.tile_m // 16):
+            if const_expr(has_softcap):
+                of_columns = row_statistics.of_columns(shared.lse[None, stage], place.column)
+                cute.autovec_copy(of_columns[None, g], lse)
+            for half in cutlass.range_constexpr(2):
+                for r in cutlass.range_constexpr(2):
+                    for i in cutlass.range_constexpr(2):
+                        column = 4 * g + 2 * half + i
+                        exponent = scores[r, column] * scale_log2
+                        if const_expr(has_softcap):
+                            exponent = exponent - lse[2 * half + i]
+                        pair[i] = cute.math.exp2(exponent, fastmath=True)
+                        gradient_pair[i] = pair[i] * gradient[r, column]
+                        if const_expr(has_softcap):
+                            t = scores[r, column] / call.softcap
+                            # Bounds for a masked score.
+                            t = cute.arch.fmax(cute.arch.fmin(t, Float32(1.0)), Float32(-1.0))
+                            gradient_pair[i] = gradient_pair[i] * (1.0 - t * t)
+                    at = 4 * g + 2 * half + r
+                    packed_p[at] = accumulator.round_pair(pair, self.dtype)
+                    packed_ds[at] = accumulator.round_pair(gradient_pair, self.dtype)
 
     @cute.jit
-    def mask(self, weights: cute.Tensor, first_row: Int32, place: Place, work: Work, call: Call):
-        """P := 0 where a row does not see a key.
+    def mask(
+        self,
+        scores: cute.Tensor,
+        nothing: Float32,
+        first_row: Int32,
+        place: Place,
+        work: Work,
+        call: Call,
+    ):
+        """S := nothing where a row does not see a key.
 
-        weights  (2 keys, columns) view of P; the thread's column c is row 8 (c/2) + c%2 from
-                 first_row on, and place.column further
+        scores  (2 keys, columns) view of S; the thread's column c is row 8 (c/2) + c%2 from
+                first_row on, and place.column further
 
         Row i sees key j if j - right <= i + diagonal <= j + left, where there are such bounds.
         """
         features = self.features
         thread = thread_of_warpgroup()
-        my_tile = CONSUMERS * work.tile.m_block + place.warpgroup
+        my_tile = WARPGROUPS * work.tile.m_block + place.warpgroup
         first_key = my_tile * KEYS + thread // 32 * 16 + thread % 32 // 4
         for r in cutlass.range_constexpr(2):
             key = first_key + 8 * r
@@ -891,51 +1020,12 @@ class HopperBackward:
                 begin = row - call.right
             if key >= work.k.length:
                 begin = Int32(self.schedule.tile_m)
-            for c in cutlass.range_constexpr(cute.size(weights, mode=[1])):
+            for c in cutlass.range_constexpr(cute.size(scores, mode=[1])):
                 column = 8 * (c // 2) + c % 2
                 hidden = column < begin
                 if const_expr(features.has_left_bound):
                     hidden = hidden | (column >= end)
-                weights[r, c] = Float32(0.0) if hidden else weights[r, c]
-
-    @cute.jit
-    def score_gradient(
-        self,
-        regs: Fragments,
-        shared: Shared,
-        stage: Int32,
-        grad_stage: Int32,
-        place: Place,
-        call: Call,
-    ):
-        """dP := dS = P (dP - delta), times the derivative of softcap if there is one.
-
-        That derivative is 1 - t^2 with t = x / cap. There are no registers left to keep t, so x
-        comes back out of P: x = ln P + lse. Where P is 0 any t does, since dS is 0.
-        """
-        weights = accumulator.by_row(regs.scores)
-        gradient = accumulator.by_row(regs.dp)
-        delta = row_statistics.of_columns(shared.delta[None, grad_stage], place.column)
-        lse = row_statistics.of_columns(shared.lse[None, stage], place.column)
-        four_delta, four_lse = [cute.make_rmem_tensor(4, Float32) for _ in range(2)]
-        has_softcap = const_expr(self.features.score == "softcap")
-        to_t = 1.0 / (call.softcap * LOG2_E)
-        groups = self.schedule.tile_m // 16
-        for g in cutlass.range_constexpr(groups):
-            cute.autovec_copy(delta[None, g], four_delta)
-            if const_expr(has_softcap):
-                cute.autovec_copy(lse[None, g], four_lse)
-            for i in cutlass.range_constexpr(4):
-                for r in cutlass.range_constexpr(2):
-                    weight = weights[r, 4 * g + i]
-                    ds = weight * (gradient[r, 4 * g + i] - four_delta[i])
-                    if const_expr(has_softcap):
-                        x_log2 = cute.math.log2(weight, fastmath=True) + four_lse[i]
-                        t = x_log2 * to_t
-                        # Bounds for the -inf of a weight of 0, and its NaN under an LSE of +inf.
-                        t = cute.arch.fmax(cute.arch.fmin(t, Float32(1.0)), Float32(-1.0))
-                        ds = ds * (1.0 - t * t)
-                    gradient[r, 4 * g + i] = ds
+                scores[r, c] = nothing if hidden else scores[r, c]
 
     @cute.jit
     def share_ds(self, regs: Fragments, shared: Shared, place: Place, stage: Int32):
@@ -1020,7 +1110,7 @@ class HopperBackward:
                 cute.group_modes(slab, 0, 2),
                 cute.group_modes(gX, 0, 2),
             )
-            cute.copy(tma.atom, tXsX, tXgX[None, CONSUMERS * tile.m_block + wg])
+            cute.copy(tma.atom, tXsX, tXgX[None, WARPGROUPS * tile.m_block + wg])
             cute.arch.cp_async_bulk_commit_group()
 
 
@@ -1064,6 +1154,7 @@ def compile_backward(
         fake_tensors.rows(dtype, features.packed_k),
         fake_tensors.rows(dtype, features.packed_q),
         fake_tensors.strided(Float32, 4, align=16),
+        fake_tensors.strided(BFloat16, 4, align=16),
         fake_tensors.strided(Float32, 4, align=16),
         fake_tensors.rows(dtype, features.packed_k),
         fake_tensors.rows(dtype, features.packed_k),

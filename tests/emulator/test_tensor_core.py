@@ -10,6 +10,8 @@ from fa4.emulator.errors import (
     UnwrittenRead,
 )
 from fa4.emulator.memory import GlobalMemory, SharedMemory
+from fa4.emulator.operand_cells import operand_cells
+from fa4.emulator.race_detector import Shadow
 from fa4.emulator.tensor_core import (
     Operand,
     a_from_registers,
@@ -121,11 +123,24 @@ def test_k_steps_inside_an_atom_are_a_moved_start(swizzle):
     assert (gather_a(shared, steps, major_mn=False, operand=Operand.BF16) == matrix).all()
 
 
-def test_steps_of_a_chain_must_have_one_layout():
-    shared = SharedMemory.create(8192, check_unwritten=False)
-    steps = (descriptor(0, 0, 512, 64), descriptor(32, 0, 1024, 64))
-    with pytest.raises(InvalidDescriptor, match="different layouts"):
-        gather_a(shared, steps, major_mn=False, operand=Operand.BF16)
+def test_steps_of_a_chain_may_have_several_layouts():
+    """Whatever each step has alone, a chain has side by side, and its shadow cells together."""
+    shared = SharedMemory.create(16384, check_unwritten=False)
+    shared.bytes[:] = np.random.default_rng(0).integers(0, 0x7F, 16384, np.uint8)
+    swizzled, plain = descriptor(0, 0, 512, 64), descriptor(8192, 0, 128, 0)
+    steps = (swizzled, swizzled + 2, plain, swizzled)
+    alone = [gather_a(shared, bits, major_mn=False, operand=Operand.BF16) for bits in steps]
+    together = gather_a(shared, steps, major_mn=False, operand=Operand.BF16)
+    assert (together == np.concatenate(alone, axis=1)).all()
+
+    shadow = Shadow("shared", 16384, 16)
+
+
+    def cells(each):
+        decoded = [decode_descriptor(bits) for bits in each]
+        return {*np.arange(1024)[operand_cells(shadow, decoded, 64, False, Operand.BF16)]}
+
+    assert cells(steps) == set().union(*(cells([bits]) for bits in steps))
 
 
 def test_values_are_read_transposed_from_two_tiles_of_64_columns():
