@@ -30,13 +30,14 @@ from fa4.compiler import KernelSpec
 from fa4.dispatch import decide_backward, features_of
 from fa4.kernels.features import HEAD_DIM_CLASSES, ForwardFeatures
 from fa4.pipelines.sm90 import ForwardSchedule, forward_schedule
+from fa4.pipelines.sm90_backward import STATISTIC_TERMS
 from perf.cases import Case, dense, make_inputs, problem_of
 from perf.records import text_table
 
 ENTRY = "fa4.kernels.sm90.forward:compile_forward"
 TENSOR_FLOP, EXP_LANES, SHARED_BYTES, ISSUED_WARPS = 4096, 16, 128, 4
 ROWS = 64  # of a warpgroup: M of one wgmma
-ELEMENT_BYTES = 2
+ELEMENT_BYTES, FP32_BYTES = 2, 4
 
 H200_SMS = 132
 H200_MHZ = 1980.0  # the most it runs at; long kernels run slower, held back by power
@@ -118,19 +119,23 @@ def dq_cost(schedule: Any) -> BlockCost:
 def one_kernel_cost(schedule: Any) -> BlockCost:
     """All three gradients in one kernel: dS passes through shared memory.
 
-    dQ of a block is 64 rows by half of the columns a warpgroup, or 64 of 128 rows.
+    dQ of a block is 64 rows by half of the columns a warpgroup, or 64 of 128 rows. S and dP have a
+    k-step of statistics, 16 bytes a row; threads' additions of dQ pass through what is shared
+    memory, too.
     """
     m, n, d, dv = schedule.tile_m, schedule.tile_n, schedule.head_dim, schedule.head_dim_v
     shares = 2 if m == ROWS else 1
     dq_flop, dq_operands = product(m, d // shares, n)
     products = [
-        product(n, m, d),
-        product(n, m, dv),
+        product(n, m, d + 16),
+        product(n, m, dv + 16),
         product(n, dv, m, a_in_registers=True),
         product(n, d, m, a_in_registers=True),
         (dq_flop * shares, dq_operands * shares),
     ]
-    return cost(m * n, products, (m * (d + dv) + n * m) * ELEMENT_BYTES)
+    statistics = 2 * m * STATISTIC_TERMS * ELEMENT_BYTES
+    other = (m * (d + dv) + n * m) * ELEMENT_BYTES + statistics + m * d * FP32_BYTES
+    return cost(m * n, products, other)
 
 
 # By the module of a kernel's entry; kernels that are not in here take next to no time.

@@ -50,9 +50,9 @@ before: warpgroup 0 with dS(j), but warpgroup 1 with dS(j-1). Hence warpgroup 0 
 block before. It begins with a dS of zeros, whose dQ is dropped, and has a turn more at the end. Two
 stages of dS are enough, because whoever gives the turn has finished its dQ.
 
-Shared memory is what is short: by `perf.roofline` a block of 64 rows of d128 takes 2560 clocks of
-the tensor cores and as many of shared memory, and loads by threads wait behind the operands of
-wgmma, sixteen of them 3400 clocks instead of 240 beside products of 64 x 64. Hence
+Shared memory is what is short: by `perf.roofline` a block of 64 rows of d128 takes 2688 clocks of
+the tensor cores and 2832 of shared memory. Loads by threads wait behind the operands of wgmma: on
+an H200 sixteen of them took 3400 clocks instead of 240 beside products of 64 x 64. Hence
  - P^T and dS^T stay in registers, and dQ goes from there to the workspace;
  - threads load no statistics. One more k-step of S = K Q^T adds -lse / scale to the scores, one of
    dP = V dO^T adds -delta: `row_statistics` has them as bf16 terms, eight slots a row. With softcap
@@ -963,6 +963,7 @@ class HopperBackward:
         if (m_block < clear[0]) | (m_block >= clear[1]):
             nothing = -Float32.inf if scale_log2 > 0.0 else Float32.inf
             self.mask(scores, nothing, m_block * self.schedule.tile_m, place, work, call)
+        to_t = 1.0 / call.softcap
         packed_p, packed_ds = [cute.recast_tensor(x, Int32) for x in (regs.p, regs.rounded_ds)]
         lse = cute.make_rmem_tensor(4, Float32)
         pair = cute.make_rmem_tensor(2, Float32)
@@ -982,7 +983,7 @@ class HopperBackward:
                         pair[i] = cute.math.exp2(exponent, fastmath=True)
                         gradient_pair[i] = pair[i] * gradient[r, column]
                         if const_expr(has_softcap):
-                            t = scores[r, column] / call.softcap
+                            t = scores[r, column] * to_t
                             # Bounds for a masked score.
                             t = cute.arch.fmax(cute.arch.fmin(t, Float32(1.0)), Float32(-1.0))
                             gradient_pair[i] = gradient_pair[i] * (1.0 - t * t)
