@@ -143,10 +143,16 @@ def backward_steps(
         dtype=torch.float32,
         device=q.device,
     )
-    terms = None
-    if prepare.schedule.has_terms:  # type: ignore[attr-defined]
+    first, second = decision.kernels
+    terms = dq_sums = None
+    if decision.path == "one kernel":
         shape = (*statistics.shape[:3], statistics.shape[3] * STATISTIC_TERMS)
         terms = torch.empty(shape, dtype=torch.bfloat16, device=q.device)
+        dq_sums = torch.empty(
+            dq_sums_shape(statistics, first.schedule),  # type: ignore[arg-type]
+            dtype=torch.float32,
+            device=q.device,
+        )
     dq, dk, dv = (torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in (q, k, v))
     right = problem.window_right or 0
     scalars = (problem.softmax_scale, problem.softcap, problem.window_left or 0, right)
@@ -154,23 +160,19 @@ def backward_steps(
         Step(
             prepare,
             (
-                *(out, grad_out, lse, grad_lse, statistics, terms, *lengths),
+                *(out, grad_out, lse, grad_lse, statistics, terms, dq_sums, *lengths),
                 *(problem.seqlen_k, right, problem.softmax_scale),
             ),
-            ("out", "grad_out", "lse", "grad_lse", "statistics", "terms", *Lengths._fields),
-            (4, 5),
+            (
+                *("out", "grad_out", "lse", "grad_lse"),
+                *("statistics", "terms", "dq_sums", *Lengths._fields),
+            ),
+            (4, 5, 6),
         )
     ]
     inputs = (q, k, v, grad_out, statistics)
     names = ("q", "k", "v", "grad_out", "statistics")
-    first, second = decision.kernels
     if decision.path == "one kernel":
-        # Zeros to add to; one launch of its own.
-        dq_sums = torch.zeros(
-            dq_sums_shape(statistics, first.schedule),  # type: ignore[arg-type]
-            dtype=torch.float32,
-            device=q.device,
-        )
         steps.append(
             Step(
                 first,

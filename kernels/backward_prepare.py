@@ -3,8 +3,10 @@
     lse_log2[i] = lse[i] * log2(e)          delta[i] = <grad_out[i], out[i]> - grad_lse[i]
 
 A warp takes a few rows at a time: a row's output and gradient are spread over as many lanes as
-hold them at 16 bytes a lane. No shared memory. The layout of the result, its filling and why it
-has them: `kernels.blocks.row_statistics`. Rows that see no key and rows of padding are not read.
+hold them at 16 bytes a lane. No shared memory. The layouts of the result, their filling and why
+they have them: `kernels.blocks.row_statistics`. Rows that see no key and rows of padding are not
+read. Where dQ is summed up in memory the CTA of a block also writes the zeros that its sums begin
+with: one launch less.
 
 Method: FA2, algorithm 2, line 4 (delta); its LSE term: d lse / d score is the probability.
 """
@@ -43,6 +45,7 @@ class BackwardPrepare:
         mdLSE: Optional[cute.Tensor],
         mStatistics: cute.Tensor,
         mTerms: Optional[cute.Tensor],
+        mSums: Optional[cute.Tensor],
         mCuQ: Optional[cute.Tensor],
         mCuK: Optional[cute.Tensor],
         mUsedQ: Optional[cute.Tensor],
@@ -59,7 +62,8 @@ class BackwardPrepare:
         mLSE, mdLSE  (batch, heads, rows) or packed (heads, total), fp32, any strides
         mStatistics  (2, batch or 1, heads, blocks * tile_m), fp32, contiguous; written whole
         mTerms       (2, batch or 1, heads, blocks * tile_m * 8), bf16, likewise, with a schedule
-                     that has terms
+                     for sums
+        mSums        (batch or 1, heads, blocks, elements of a block), fp32, likewise: zeroed
         mCuQ ...     as in `fa4.kernels.sm90.forward`
         rows_k       extent of the row mode of k
         right        right bound, read only by kernels that have one
@@ -82,7 +86,9 @@ class BackwardPrepare:
             f"fa4_backward_prepare_{self.features.name}_{self.schedule.name}",
             keep_mangled_name=False,
         )
-        self.kernel(out, grad_out, lse, grad_lse, mStatistics, mTerms, lengths, softmax_scale).launch(
+        self.kernel(
+            out, grad_out, lse, grad_lse, mStatistics, mTerms, mSums, lengths, softmax_scale
+        ).launch(
             grid=(num_blocks * out.shape[2] * num_batches, 1, 1),
             block=(self.schedule.threads, 1, 1),
             stream=stream,
@@ -97,6 +103,7 @@ class BackwardPrepare:
         mdLSE: Optional[cute.Tensor],
         mStatistics: cute.Tensor,
         mTerms: Optional[cute.Tensor],
+        mSums: Optional[cute.Tensor],
         lengths: Lengths,
         softmax_scale: Float32,
     ):
@@ -109,6 +116,15 @@ class BackwardPrepare:
         entry, head_idx, block, m_block, q, origin = locate_block(
             index, heads, num_blocks, lengths, tile_m, features
         )
+
+        if const_expr(schedule.for_sums):
+            sums = mSums[entry, head_idx, block, None]
+            zeros = cute.make_rmem_tensor(4, Float32)
+            zeros.fill(0.0)
+            for i in cutlass.range(
+                cute.arch.thread_idx()[0], mSums.shape[3] // 4, schedule.threads, unroll=4
+            ):
+                cute.autovec_copy(zeros, cute.local_tile(sums, (4,), (i,)))
 
         lanes = schedule.lanes_a_row
         lane = cute.arch.thread_idx()[0] % lanes
@@ -140,7 +156,7 @@ class BackwardPrepare:
                 place = block * tile_m + row_statistics.place_of(inside)
                 mStatistics[0, entry, head_idx, place] = lse_log2
                 mStatistics[1, entry, head_idx, place] = delta
-                if const_expr(self.schedule.has_terms):
+                if const_expr(schedule.for_sums):
                     row_index = block * tile_m + inside
                     to_score = -1.0 / row_statistics.exponent_scale(softmax_scale)
                     for kind, value in enumerate((lse_log2 * to_score, -delta)):
@@ -187,7 +203,8 @@ def compile_prepare(
         row_values(),
         row_values() if features.has_grad_lse else None,
         workspace,
-        fake_tensors.strided(BFloat16, 4, schedule.has_terms, align=16),
+        fake_tensors.strided(BFloat16, 4, schedule.for_sums, align=16),
+        fake_tensors.strided(Float32, 4, schedule.for_sums, align=16),
         *fake_tensors.lengths(features),
         Int32(1),
         Int32(0),

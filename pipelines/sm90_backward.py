@@ -30,13 +30,14 @@ class PrepareSchedule:
 
     head_dim_v  padded head dim of the output
     tile_m      query rows of a CTA, and of a block of the workspace
-    has_terms   write the statistics as terms of a matrix product, too
+    for_sums    in front of the kernel that sums up dQ in memory: write the statistics as terms of
+                a matrix product, too, and zeros to add to
     threads     of a CTA
     """
 
     head_dim_v: int
     tile_m: int
-    has_terms: bool = False
+    for_sums: bool = False
     threads: int = 256
 
     @property
@@ -46,7 +47,7 @@ class PrepareSchedule:
 
     @property
     def name(self) -> str:
-        return f"m{self.tile_m}{'_terms' if self.has_terms else ''}"
+        return f"m{self.tile_m}{'_sums' if self.for_sums else ''}"
 
     def __post_init__(self) -> None:
         if self.tile_m % 16 or self.tile_m < 16:
@@ -475,7 +476,7 @@ def one_kernel_schedules(features: BackwardFeatures) -> OneKernelSchedules:
     else:
         gradients = OneKernelSchedule(head_dim, head_dim_v, ROWS, stages=3, grad_stages=3)
     return OneKernelSchedules(
-        PrepareSchedule(head_dim_v, gradients.tile_m, has_terms=True),
+        PrepareSchedule(head_dim_v, gradients.tile_m, for_sums=True),
         gradients,
         FinishSchedule(head_dim, gradients.tile_m),
     )

@@ -472,10 +472,12 @@ def test_names_of_a_step_are_those_of_its_kernels_arguments() -> None:
             assert len(step.names) <= len(step.arguments)
             for position in step.outputs:
                 written[step.names[position]] = step.arguments[position]
-        terms = written.pop("terms")
+        terms, dq_sums = written.pop("terms"), written.pop("dq_sums")
         if deterministic:
-            assert terms is None
+            assert terms is dq_sums is None
         else:
+            assert dq_sums.dtype == torch.float32
+            assert dq_sums.numel() == statistics.shape[3] * 2 * 64
             assert terms.dtype == torch.bfloat16
             assert terms.shape == (*statistics.shape[:3], 8 * statistics.shape[3])
         expected = {"statistics": statistics, "dq": dq, "dk": dk, "dv": dv}

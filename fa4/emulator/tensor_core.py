@@ -291,9 +291,7 @@ def _decode_chain(
 
 def runs_of_one_layout(steps: Sequence[MatrixDescriptor]) -> list[list[MatrixDescriptor]]:
     """The steps of a chain, in runs that differ in nothing but where they start."""
-    return [
-        list(run) for _, run in groupby(steps, lambda step: dataclasses.replace(step, start=0))
-    ]
+    return [list(run) for _, run in groupby(steps, lambda step: dataclasses.replace(step, start=0))]
 
 
 def require_chunks_written(shared: SharedMemory, positions: NDArray[np.int64], what: str) -> None:

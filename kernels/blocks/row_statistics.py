@@ -8,9 +8,9 @@ one has weight exp2(x - inf) = 0, and kernels read whole blocks without looking 
 Inside each sixteen rows the order is that of a wgmma accumulator's columns: what thread l of a
 quad needs of columns 2l, 2l + 1, 2l + 8 and 2l + 9 is four neighbours, one 16-byte load.
 
-A second workspace, (2, batch or 1, heads_q, rows * STATISTIC_TERMS) bf16, has them for matrix products that
-add them to scores and to dP: -lse / softmax_scale and -delta, each as three terms, from the largest
-on, that make up all 24 bits of it, and zeros. Rows are in their own order.
+A second workspace, (2, batch or 1, heads_q, rows * STATISTIC_TERMS) bf16, has them for matrix
+products that add them to scores and to dP: -lse / softmax_scale and -delta, each as three terms,
+from the largest on, that make up all 24 bits of it, and zeros. Rows are in their own order.
 """
 
 import cutlass
@@ -75,7 +75,10 @@ def exponent_scale(softmax_scale: Float32):
 
 @cute.jit
 def as_terms(value: Float32):
-    """(STATISTIC_TERMS,) bf16 whose sum is ``value``; infinities become large: 0 times them must be 0."""
+    """(STATISTIC_TERMS,) bf16 whose sum is ``value``, the largest first.
+
+    Infinities become large: 0 times them, which a product adds, must be 0.
+    """
     if value > LARGEST_TERM:
         value = Float32(LARGEST_TERM)
     if value < -LARGEST_TERM:

@@ -302,7 +302,9 @@ class HopperBackward:
         sdO_layout, sdOt_layout = self.both_ways(tile_m, head_dim_v, grad_stages, head_dim_v)
         sdSt_layout, sdS_layout = self.both_ways(tile_n, tile_m, DS_STAGES, tile_m)
         sdK_layout = sm90.make_smem_layout_epi(self.dtype, row_major, (KEYS, head_dim), WARPGROUPS)
-        sdV_layout = sm90.make_smem_layout_epi(self.dtype, row_major, (KEYS, head_dim_v), WARPGROUPS)
+        sdV_layout = sm90.make_smem_layout_epi(
+            self.dtype, row_major, (KEYS, head_dim_v), WARPGROUPS
+        )
 
         load = cpasync.CopyBulkTensorTileG2SOp()
         store = cpasync.CopyBulkTensorTileS2GOp()
@@ -329,7 +331,9 @@ class HopperBackward:
             q_barriers: cute.struct.MemRange[cutlass.Int64, 2 * stages]
             do_barriers: cute.struct.MemRange[cutlass.Int64, 2 * grad_stages]
             halves: cute.struct.Align[cute.struct.MemRange[BFloat16, 64], 128]
-            lse: cute.struct.Align[cute.struct.MemRange[BFloat16, stages * tile_m * STATISTIC_TERMS], 128]
+            lse: cute.struct.Align[
+                cute.struct.MemRange[BFloat16, stages * tile_m * STATISTIC_TERMS], 128
+            ]
             delta: cute.struct.Align[
                 cute.struct.MemRange[BFloat16, grad_stages * tile_m * STATISTIC_TERMS], 128
             ]
@@ -598,7 +602,9 @@ class HopperBackward:
             load_block(do_tma, gdO, shared.do, rings.do, m_block, grad_state)
         elif warp_idx == 2:
             values = mTerms if const_expr(self.scores_have_lse) else mStatistics
-            self.load_statistics(values[0, entry, head_idx, None], first_row, shared.lse, rings.q, state)
+            self.load_statistics(
+                values[0, entry, head_idx, None], first_row, shared.lse, rings.q, state
+            )
         else:
             delta = mTerms[1, entry, head_idx, None]
             self.load_statistics(delta, first_row, shared.delta, rings.do, grad_state)

@@ -135,7 +135,6 @@ def test_steps_of_a_chain_may_have_several_layouts():
 
     shadow = Shadow("shared", 16384, 16)
 
-
     def cells(each):
         decoded = [decode_descriptor(bits) for bits in each]
         return {*np.arange(1024)[operand_cells(shadow, decoded, 64, False, Operand.BF16)]}
