@@ -20,6 +20,20 @@ JUMPS: dict[str, dict[int, float]] = {
 }
 
 
+# Jumps, one a head, around those that fp32 can just hold: 2^126 to 2^128 are 87.3 to 88.7, and what
+# they are counted from is up to four above the scores around it.
+EDGES = [84.0 + 0.25 * i for i in range(36)]
+
+
+def raise_scores_to_the_edge(inputs: Inputs) -> None:
+    """`raise_scores` of one key by another of `EDGES` for each of as many heads."""
+    raise_scores(inputs, {})
+    for head, jump in enumerate(EDGES):
+        one_head = slice(head, head + 1)
+        inputs.q[:, :, one_head, 0] = 1
+        inputs.k[:, 20, one_head, 0] = jump / inputs.q.shape[-1] ** -0.5
+
+
 def raise_scores(inputs: Inputs, jumps: dict[int, float], heads: slice = slice(None)) -> None:
     """Make some keys of dense inputs score ``jumps`` higher, for a random third of the rows.
 

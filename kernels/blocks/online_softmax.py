@@ -156,13 +156,14 @@ def raise_reference(
         top = cute.arch.fmax(top, cute.arch.shuffle_sync_bfly(top, offset=2))
         grown_log2 = cute.math.log2(top, fastmath=True)
         raised = row_max[r] + grown_log2 * cute.arch.rcp_approx(scale_log2)
-        # From the rounded references, so that tiles before and after agree.
-        factor = cute.math.exp2((row_max[r] - raised) * scale_log2, fastmath=True)
+        # From the rounded references, so that tiles before and after agree. In two steps: one over
+        # a probability above 2^126 is no normal number, and would be flushed to 0.
+        root = cute.math.exp2((row_max[r] - raised) * (0.5 * scale_log2), fastmath=True)
         row_max[r] = raised
-        row_sum[r] = row_sum[r] * factor
-        tile_sum[r] = tile_sum[r] * factor
-        probabilities[r, None].store(probabilities[r, None].load() * factor)
-        out[r, None].store(out[r, None].load() * factor)
+        row_sum[r] = row_sum[r] * root * root
+        tile_sum[r] = tile_sum[r] * root * root
+        probabilities[r, None].store(probabilities[r, None].load() * root * root)
+        out[r, None].store(out[r, None].load() * root * root)
 
 
 @cute.jit

@@ -7,13 +7,21 @@ import torch
 
 from tests.emulator.test_hopper_forward import emulate
 from tests.oracle import Case, assert_matches, bits, make_inputs
-from tests.score_jumps import JUMPS, raise_scores
+from tests.score_jumps import EDGES, JUMPS, raise_scores, raise_scores_to_the_edge
 
 
 @pytest.mark.parametrize("jumps", JUMPS.values(), ids=JUMPS)
 def test_scores_that_jump_give_the_exact_answer(jumps: dict[int, float]) -> None:
     inputs = make_inputs(Case((130,), (400,), 1, 1))
     raise_scores(inputs, jumps)
+    assert_matches(*emulate(inputs), inputs)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_scores_that_jump_to_the_edge_of_fp32_give_the_exact_answer(dtype: torch.dtype) -> None:
+    """What the tile is scaled down by may be too small for a normal number, the tile's sum not."""
+    inputs = make_inputs(Case((20,), (250,), len(EDGES), len(EDGES), dtype=dtype))
+    raise_scores_to_the_edge(inputs)
     assert_matches(*emulate(inputs), inputs)
 
 

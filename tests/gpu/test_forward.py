@@ -41,7 +41,7 @@ from tests.oracle import (
     one_sequence,
     readable_rows,
 )
-from tests.score_jumps import JUMPS, raise_scores
+from tests.score_jumps import EDGES, JUMPS, raise_scores, raise_scores_to_the_edge
 
 pytestmark = [
     pytest.mark.gpu,
@@ -487,6 +487,16 @@ def test_unread_keys_and_values_may_hold_anything(case, special):
 def test_scores_that_jump_far_above_the_first_ones(jumps, options, dtype):
     inputs = make_inputs(Case((500, 500), (900, 900), 4, 2, dtype=dtype, **options), DEVICE)
     raise_scores(inputs, jumps)
+    check(inputs, BACKEND)
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP16])
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_scores_that_jump_to_the_edge_of_fp32(head_dim, dtype):
+    heads = len(EDGES)
+    case = Case((200,), (700,), heads, heads, head_dim=head_dim, dtype=dtype)
+    inputs = make_inputs(case, DEVICE)
+    raise_scores_to_the_edge(inputs)
     check(inputs, BACKEND)
 
 
