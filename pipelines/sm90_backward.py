@@ -19,7 +19,6 @@ from fa4.pipelines.sm90 import (
 
 STATISTIC_BYTES = 4  # fp32
 STATISTIC_TERMS = 8  # bf16 that add up to one: as many as wgmma reads at a time
-BARRIERS_BYTES = 256
 MOST_REGISTERS = 255  # of a thread
 ROWS = 64  # M of a wgmma: keys or query rows of a consumer warpgroup
 
@@ -382,9 +381,12 @@ class OneKernelSchedule:
         """Barriers, K and V, the Q and dO stages with their statistics, two stages of dS."""
         stage_rows = self.stages * self.head_dim + self.grad_stages * self.head_dim_v
         elements = 2 * self.slab + self.tile_m * stage_rows + 2 * self.tile_n * self.tile_m
-        statistics = (self.stages + self.grad_stages) * self.tile_m * 2 * STATISTIC_TERMS
+        buffers = self.stages + self.grad_stages
+        barriers = -(-2 * 8 * (2 + buffers) // 128) * 128
+        halves = 128  # what statistics are multiplied by
+        statistics = buffers * self.tile_m * ELEMENT_BYTES * STATISTIC_TERMS
         # Tiles begin at multiples of their swizzle's period.
-        ahead = -(-(BARRIERS_BYTES + statistics) // 1024) * 1024
+        ahead = -(-(barriers + halves + statistics) // 1024) * 1024
         return ahead + ELEMENT_BYTES * elements
 
     @property

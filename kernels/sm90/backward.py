@@ -48,7 +48,8 @@ cores: products of two warpgroups at a time take them from each other in no usef
 warpgroup comes to its turn with its dS(j) stored, and knows that the other one came so to the turn
 before: warpgroup 0 with dS(j), but warpgroup 1 with dS(j-1). Hence warpgroup 0 makes dQ of the
 block before. It begins with a dS of zeros, whose dQ is dropped, and has a turn more at the end. Two
-stages of dS are enough, because whoever gives the turn has finished its dQ.
+stages of dS are enough, because whoever gives the turn has finished its dQ; warpgroup 0 overwrites
+what it has just read, and so has its warps meet first.
 
 Shared memory is what is short: by `perf.roofline` a block of 64 rows of d128 takes 2688 clocks of
 the tensor cores and 2832 of shared memory. Loads by threads wait behind the operands of wgmma: on
@@ -100,7 +101,7 @@ class Barrier(IntEnum):
     """Named barriers; 0 is the CTA's own. All but BLOCKS_DONE take one id a warpgroup."""
 
     TURN = 1
-    EPILOGUE = 3
+    OWN = 3
     BLOCKS_DONE = 5
 
 
@@ -830,7 +831,7 @@ class HopperBackward:
             grad_state = stage_at(count, schedule.grad_stages, False)
             if lag == 1:
                 # All its warps have finished the dQ whose dS gives its place to this one.
-                self.barrier(Barrier.EPILOGUE, 1).arrive_and_wait()
+                self.barrier(Barrier.OWN, 1).arrive_and_wait()
             self.score_gradient(regs, shared, state.index, m_block, place, work, call, clear)
             self.share_ds(regs, shared, place, count % DS_STAGES)
 
@@ -870,7 +871,7 @@ class HopperBackward:
             rings.do.consumer_release(grad_state)
             rings.q.consumer_release(state)
 
-            # The stage of block count - 1 is free: the other warpgroup gave this turn behind it.
+            # In the stage of block count - 1, with which both are done, or soon.
             to_load = (count + LOADED_AHEAD, load_head, load_block_idx)
             if (place.warpgroup == 0) & (count + LOADED_AHEAD < total):
                 self.load_rows(loads, statistics, shared, rings, work, call, to_load)
@@ -1103,7 +1104,7 @@ class HopperBackward:
         cute.copy(r2s, thr.retile(rounded), thr.partition_D(slab))
         # Make these writes visible to the TMA engine before anyone starts it.
         cute.arch.fence_proxy("async.shared", space="cta")
-        self.barrier(Barrier.EPILOGUE + wg, 1).arrive_and_wait()
+        self.barrier(Barrier.OWN + wg, 1).arrive_and_wait()
         if cute.arch.make_warp_uniform(thread // 32) == 0:
             batch_idx = Int32(0) if const_expr(self.features.packed_k) else tile.batch_idx
             rows = global_view.one_sequence(

@@ -7,13 +7,14 @@ must not be read hold NaN, and so does every gradient before it is written.
 """
 
 import dataclasses
+import math
 from typing import Any, NamedTuple
 
 import pytest
 import torch
 
 import fa4
-from fa4.backward import backward_steps, emulate_backward
+from fa4.backward import Step, backward_steps, emulate_backward
 from fa4.dispatch import BackwardDecision, decide_backward
 from fa4.emulator import TensorUse
 from fa4.emulator.device import PreparedRun, prepare
@@ -181,6 +182,41 @@ def test_padding_of_every_kind_gets_zero() -> None:
     assert_gradients_match(found, call.inputs, call.incoming, call.out)
 
 
+@pytest.mark.parametrize("scale", [0.125, -0.3, 1e-5, 40.0, 0.0], ids=str)
+def test_statistics_are_terms_that_add_up_to_them(scale: float) -> None:
+    """Three bf16 numbers hold the 24 bits of an fp32; rows behind the last get a weight of 0."""
+    call = make_call(Case((70,), (30,), 2, 1, softmax_scale=scale))
+    steps, _, statistics = backward_steps(call.decision, *call.arguments)
+    emulate_step(steps[0])
+    terms = steps[0].arguments[steps[0].names.index("terms")]
+    rows = statistics.shape[3]
+    terms = terms.reshape(2, 2, rows, 8).double()
+    assert not terms[..., 3:].any()
+    lse_terms, delta_terms = terms.sum(dim=-1)[:, :, :70]
+    # Scores are multiplied by the scale, but by no less than this.
+    exponent_scale = scale * math.log2(math.e) or 2.0**-60
+    lse = -call.lse[0].double() * math.log2(math.e) / exponent_scale
+    torch.testing.assert_close(lse_terms, lse, rtol=2.0**-20, atol=0)
+    delta = (call.out[0].double() * call.incoming.grad_out[0].double()).sum(dim=-1).T
+    torch.testing.assert_close(delta_terms, -delta, rtol=2.0**-16, atol=1e-5)
+    padding = terms.sum(dim=-1)[:, :, 70:]
+    assert (padding[0] * exponent_scale < -1e5).all()
+    assert not padding[1].any()
+
+
+def test_shared_memory_is_what_the_schedule_says() -> None:
+    for case, fields in (
+        (Case((40,), (40,), 1, 1, head_dim=64), {}),
+        (Case((40,), (40,), 1, 1, head_dim=128), {}),
+        (Case((40,), (40,), 1, 1, head_dim=64), {"tile_m": 64, "stages": 5, "grad_stages": 4}),
+    ):
+        call = make_call(case, **fields)
+        run, _ = prepare_gradients(call)
+        schedule = call.decision.kernels[0].schedule
+        assert isinstance(schedule, OneKernelSchedule)
+        assert run.launches[0].shared_bytes == schedule.smem_bytes
+
+
 # Found to be redundant, by kind of synchronisation: the number of instructions without which no
 # fault is noticed, and why.
 REDUNDANT = {
@@ -220,13 +256,17 @@ def test_missing_synchronisation_is_noticed() -> None:
 def prepare_gradients(call: Call) -> tuple[PreparedRun, Gradients]:
     """The kernel of the gradients, ready to run with its statistics filled in."""
     steps, gradients, _ = backward_steps(call.decision, *call.arguments)
-    runs = []
-    for step in steps[:2]:
-        uses = {
-            position: TensorUse(name, is_output=True, has_content=position not in step.outputs)
-            for position, name in enumerate(step.names)
-        }
-        runs.append(prepare(step.spec, *step.arguments, uses=uses))
-        if len(runs) == 1:
-            runs[0].execute()
-    return runs[1], Gradients(*gradients, None)
+    emulate_step(steps[0])
+    return prepare_step(steps[1]), Gradients(*gradients, None)
+
+
+def prepare_step(step: Step) -> PreparedRun:
+    uses = {
+        position: TensorUse(name, is_output=True, has_content=position not in step.outputs)
+        for position, name in enumerate(step.names)
+    }
+    return prepare(step.spec, *step.arguments, uses=uses)
+
+
+def emulate_step(step: Step) -> None:
+    prepare_step(step).execute()
