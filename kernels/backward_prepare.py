@@ -21,7 +21,7 @@ from cutlass import BFloat16, Float16, Float32, Int32, const_expr
 from fa4.kernels.blocks import fake_tensors, global_view, row_statistics
 from fa4.kernels.blocks.online_softmax import LOG2_E
 from fa4.kernels.blocks.row_blocks import Lengths, locate_block
-from fa4.kernels.blocks.tile_order import num_slots
+from fa4.kernels.blocks.tile_order import count_tiles
 from fa4.kernels.features import PrepareFeatures
 from fa4.pipelines.sm90_backward import STATISTIC_TERMS, PrepareSchedule
 
@@ -75,12 +75,7 @@ class BackwardPrepare:
         if const_expr(mdLSE is not None):
             grad_lse = global_view.modes_reversed(mdLSE)
         tile_m = self.schedule.tile_m
-        if const_expr(self.features.packed_q):
-            num_batches = Int32(1)
-            num_blocks = num_slots(out.shape[0], mCuQ.shape[0] - 1, tile_m)
-        else:
-            num_batches = out.shape[3]
-            num_blocks = cute.ceil_div(out.shape[0], tile_m)
+        num_blocks, num_batches = count_tiles(out, mCuQ, tile_m, self.features.packed_q)
         lengths = Lengths(mCuQ, mCuK, mUsedQ, mUsedK, out.shape[0], rows_k, right)
         self.kernel.set_name_prefix(
             f"fa4_backward_prepare_{self.features.name}_{self.schedule.name}",

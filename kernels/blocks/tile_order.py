@@ -28,6 +28,19 @@ def num_slots(total_rows: Int32, batch: Int32, tile_m: cutlass.Constexpr[int]):
 
 
 @cute.jit
+def count_tiles(
+    rows: cute.Tensor,
+    cu_seqlens: Optional[cute.Tensor],
+    tile_m: cutlass.Constexpr[int],
+    is_packed: cutlass.Constexpr[bool],
+):
+    """(tiles along the rows, batch entries) of a grid over (rows, dim, heads[, batch])."""
+    if const_expr(is_packed):
+        return num_slots(rows.shape[0], cu_seqlens.shape[0] - 1, tile_m), Int32(1)
+    return cute.ceil_div(rows.shape[0], tile_m), rows.shape[3]
+
+
+@cute.jit
 def find_sequence(slot: Int32, cu_seqlens: cute.Tensor, tile_m: cutlass.Constexpr[int]):
     """The last b in [0, batch] with s(b) <= slot, and s(b); see `num_slots`.
 

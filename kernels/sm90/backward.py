@@ -82,9 +82,10 @@ from fa4.kernels.blocks.matmul import matmul
 from fa4.kernels.blocks.online_softmax import LOG2_E, soft_cap
 from fa4.kernels.blocks.row_range import RowRange, row_range
 from fa4.kernels.blocks.sequence_bounds import SequenceBounds, sequence_bounds
-from fa4.kernels.blocks.tile_order import Tile, locate_tile, num_slots
+from fa4.kernels.blocks.tile_order import Tile, count_tiles, locate_tile
 from fa4.kernels.blocks.tma_rings import Tma, load_block, stage_at, tma_copy, tma_ring
 from fa4.kernels.features import BackwardFeatures
+from fa4.kernels.sm90.backward_call import Call
 from fa4.pipelines.registers import WARPGROUP
 from fa4.pipelines.sm90_backward import STATISTIC_TERMS, OneKernelSchedule
 
@@ -103,31 +104,6 @@ class Barrier(IntEnum):
     TURN = 1
     OWN = 3
     BLOCKS_DONE = 5
-
-
-class Call(NamedTuple):
-    """Run-time arguments of a launch.
-
-    rows_q, rows_k  extent of the row mode of q, and of k and v
-    num_n_blocks, num_batches, heads_in_group
-                    as `tile_order.locate_tile` wants them, for key tiles
-    """
-
-    cu_seqlens_q: Optional[cute.Tensor]
-    cu_seqlens_k: Optional[cute.Tensor]
-    seqused_q: Optional[cute.Tensor]
-    seqused_k: Optional[cute.Tensor]
-    rows_q: Int32
-    rows_k: Int32
-    heads_q: Int32
-    heads_kv: Int32
-    num_n_blocks: Int32
-    num_batches: Int32
-    heads_in_group: Int32
-    softmax_scale: Float32
-    softcap: Float32
-    left: Int32
-    right: Int32
 
 
 class Work(NamedTuple):
@@ -346,12 +322,7 @@ class HopperBackward:
 
         self.shared_storage = SharedStorage
 
-        if const_expr(self.features.packed_k):
-            num_batches = Int32(1)
-            num_n_blocks = num_slots(k.shape[0], mCuK.shape[0] - 1, tile_n)
-        else:
-            num_batches = k.shape[3]
-            num_n_blocks = cute.ceil_div(k.shape[0], tile_n)
+        num_tiles, num_batches = count_tiles(k, mCuK, tile_n, self.features.packed_k)
         call = Call(
             mCuQ,
             mCuK,
@@ -361,7 +332,7 @@ class HopperBackward:
             k.shape[0],
             q.shape[2],
             k.shape[2],
-            num_n_blocks,
+            num_tiles,
             num_batches,
             heads_in_group,
             softmax_scale,
@@ -383,7 +354,7 @@ class HopperBackward:
             (sdS_layout, sdSt_layout, sdK_layout, sdV_layout),
             call,
         ).launch(
-            grid=(num_n_blocks * k.shape[2] * num_batches, 1, 1),
+            grid=(num_tiles * k.shape[2] * num_batches, 1, 1),
             block=(schedule.threads, 1, 1),
             # Said to the assembler, which else may take setmaxnreg for impossible and ignore it.
             min_blocks_per_mp=1,
@@ -508,7 +479,7 @@ class HopperBackward:
         schedule, features = self.schedule, self.features
         tile = locate_tile(
             cute.arch.block_idx()[0],
-            call.num_n_blocks,
+            call.num_tiles,
             call.heads_kv,
             call.num_batches,
             call.heads_in_group,

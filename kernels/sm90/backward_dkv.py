@@ -58,9 +58,10 @@ from fa4.kernels.blocks import (
 from fa4.kernels.blocks.matmul import matmul
 from fa4.kernels.blocks.row_range import RowRange, row_range
 from fa4.kernels.blocks.sequence_bounds import SequenceBounds, sequence_bounds
-from fa4.kernels.blocks.tile_order import Tile, locate_tile, num_slots
+from fa4.kernels.blocks.tile_order import Tile, count_tiles, locate_tile
 from fa4.kernels.blocks.tma_rings import Tma, load_block, stage_at, tma_copy, tma_ring
 from fa4.kernels.features import BackwardFeatures
+from fa4.kernels.sm90.backward_call import Call
 from fa4.pipelines.registers import WARPGROUP
 from fa4.pipelines.sm90_backward import ROWS, DkvSchedule
 
@@ -74,31 +75,6 @@ class Barrier(IntEnum):
     FILLED = 1
     DRAINED = 3
     EPILOGUE = 5
-
-
-class Call(NamedTuple):
-    """Run-time arguments of a launch that all roles read.
-
-    rows_q, rows_k  extent of the row mode of q, and of k and v
-    num_n_blocks, num_batches, heads_in_group
-                    as in `tile_order.locate_tile`, for key tiles
-    """
-
-    cu_seqlens_q: Optional[cute.Tensor]
-    cu_seqlens_k: Optional[cute.Tensor]
-    seqused_q: Optional[cute.Tensor]
-    seqused_k: Optional[cute.Tensor]
-    rows_q: Int32
-    rows_k: Int32
-    heads_q: Int32
-    heads_kv: Int32
-    num_n_blocks: Int32
-    num_batches: Int32
-    heads_in_group: Int32
-    softmax_scale: Float32
-    softcap: Float32
-    left: Int32
-    right: Int32
 
 
 class Work(NamedTuple):
@@ -246,12 +222,9 @@ class HopperBackwardDkv:
 
         self.shared_storage = SharedStorage
 
-        if const_expr(self.features.packed_k):
-            num_batches = Int32(1)
-            num_n_blocks = num_slots(k.shape[0], mCuK.shape[0] - 1, schedule.cluster * tile_n)
-        else:
-            num_batches = k.shape[3]
-            num_n_blocks = cute.ceil_div(k.shape[0], schedule.cluster * tile_n)
+        num_tiles, num_batches = count_tiles(
+            k, mCuK, schedule.cluster * tile_n, self.features.packed_k
+        )
         heads_kv = k.shape[2]
         call = Call(
             mCuQ,
@@ -262,7 +235,7 @@ class HopperBackwardDkv:
             k.shape[0],
             q.shape[2],
             heads_kv,
-            num_n_blocks,
+            num_tiles,
             num_batches,
             heads_in_group,
             softmax_scale,
@@ -288,7 +261,7 @@ class HopperBackwardDkv:
             (dk_layout, dv_layout),
             call,
         ).launch(
-            grid=(num_n_blocks * heads_kv * num_batches * schedule.cluster, 1, 1),
+            grid=(num_tiles * heads_kv * num_batches * schedule.cluster, 1, 1),
             block=(schedule.threads, 1, 1),
             cluster=(schedule.cluster, 1, 1),
             stream=stream,
@@ -390,7 +363,7 @@ class HopperBackwardDkv:
         schedule, features = self.schedule, self.features
         tile = locate_tile(
             tile_idx,
-            call.num_n_blocks,
+            call.num_tiles,
             call.heads_kv,
             call.num_batches,
             call.heads_in_group,

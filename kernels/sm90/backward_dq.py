@@ -51,9 +51,10 @@ from fa4.kernels.blocks.key_range import KeyRange, key_range
 from fa4.kernels.blocks.matmul import matmul
 from fa4.kernels.blocks.row_range import first_row_with_keys
 from fa4.kernels.blocks.sequence_bounds import SequenceBounds, sequence_bounds
-from fa4.kernels.blocks.tile_order import Tile, locate_tile, num_slots
+from fa4.kernels.blocks.tile_order import Tile, count_tiles, locate_tile
 from fa4.kernels.blocks.tma_rings import Tma, load_block, stage_at, tma_copy, tma_ring
 from fa4.kernels.features import BackwardFeatures
+from fa4.kernels.sm90.backward_call import Call
 from fa4.pipelines.registers import WARPGROUP
 from fa4.pipelines.sm90_backward import ROWS, DqSchedule
 
@@ -66,31 +67,6 @@ class Barrier(IntEnum):
 
     TURN = 1
     EPILOGUE = 3
-
-
-class Call(NamedTuple):
-    """Run-time arguments of a launch that all roles read.
-
-    rows_q, rows_k  extent of the row mode of q, and of k and v
-    num_m_blocks, num_batches, heads_in_group
-                    as in `tile_order.locate_tile`
-    """
-
-    cu_seqlens_q: Optional[cute.Tensor]
-    cu_seqlens_k: Optional[cute.Tensor]
-    seqused_q: Optional[cute.Tensor]
-    seqused_k: Optional[cute.Tensor]
-    rows_q: Int32
-    rows_k: Int32
-    heads_q: Int32
-    heads_kv: Int32
-    num_m_blocks: Int32
-    num_batches: Int32
-    heads_in_group: Int32
-    softmax_scale: Float32
-    softcap: Float32
-    left: Int32
-    right: Int32
 
 
 class Work(NamedTuple):
@@ -251,13 +227,9 @@ class HopperBackwardDq:
         self.shared_storage = SharedStorage
 
         heads_q = q.shape[2]
-        if const_expr(self.features.packed_q):
-            num_batches = Int32(1)
-            tile_rows = schedule.cluster * schedule.tile_m
-            num_m_blocks = num_slots(q.shape[0], mCuQ.shape[0] - 1, tile_rows)
-        else:
-            num_batches = q.shape[3]
-            num_m_blocks = cute.ceil_div(q.shape[0], schedule.cluster * schedule.tile_m)
+        num_tiles, num_batches = count_tiles(
+            q, mCuQ, schedule.cluster * schedule.tile_m, self.features.packed_q
+        )
         call = Call(
             mCuQ,
             mCuK,
@@ -267,7 +239,7 @@ class HopperBackwardDq:
             k.shape[0],
             heads_q,
             k.shape[2],
-            num_m_blocks,
+            num_tiles,
             num_batches,
             heads_in_group,
             softmax_scale,
@@ -290,7 +262,7 @@ class HopperBackwardDq:
             (q_layout, grad_layout, k_layout, kt_layout, v_layout, dq_layout),
             call,
         ).launch(
-            grid=(num_m_blocks * heads_q * num_batches * schedule.cluster, 1, 1),
+            grid=(num_tiles * heads_q * num_batches * schedule.cluster, 1, 1),
             block=(schedule.threads, 1, 1),
             cluster=(schedule.cluster, 1, 1),
             stream=stream,
@@ -378,7 +350,7 @@ class HopperBackwardDq:
         schedule, features = self.schedule, self.features
         tile = locate_tile(
             cute.arch.block_idx()[0] // schedule.cluster,
-            call.num_m_blocks,
+            call.num_tiles,
             call.heads_q,
             call.num_batches,
             call.heads_in_group,

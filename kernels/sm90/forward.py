@@ -69,7 +69,7 @@ from fa4.kernels.blocks.online_softmax import (
     soft_cap,
 )
 from fa4.kernels.blocks.sequence_bounds import SequenceBounds, sequence_bounds
-from fa4.kernels.blocks.tile_order import Tile, locate_tile, num_slots
+from fa4.kernels.blocks.tile_order import Tile, count_tiles, locate_tile
 from fa4.kernels.blocks.tma_rings import Tma, load_block, stage_at, tma_copy, tma_ring
 from fa4.kernels.features import ForwardFeatures
 from fa4.pipelines.registers import WARPGROUP
@@ -349,12 +349,7 @@ class HopperForward:
         self.shared_storage = SharedStorage
 
         heads_q = q.shape[2]
-        if const_expr(self.features.packed_q):
-            num_batches = Int32(1)
-            num_m_blocks = num_slots(q.shape[0], mCuQ.shape[0] - 1, schedule.tile_m)
-        else:
-            num_batches = q.shape[3]
-            num_m_blocks = cute.ceil_div(q.shape[0], schedule.tile_m)
+        num_m_blocks, num_batches = count_tiles(q, mCuQ, schedule.tile_m, self.features.packed_q)
         num_tiles = num_m_blocks * heads_q * num_batches
         call = Call(
             mCuQ,
