@@ -231,7 +231,7 @@ def emulate_backward(
     Raises as `fa4.emulator.run` does.
     """
     try:
-        from fa4.emulator import TensorUse, run
+        from fa4.emulator import run
     except ModuleNotFoundError as missing:
         raise ModuleNotFoundError(
             f'backend="emulator" needs {missing.name}: pip install "fa4-kernels[emulator]".'
@@ -240,16 +240,22 @@ def emulate_backward(
         decision, q, k, v, lengths, sink, out, lse, grad_out, grad_lse
     )
     for step in steps:
-        uses = {
-            position: TensorUse(
-                name,
-                is_output=position in (*step.outputs, *step.sums),
-                has_content=position not in step.outputs,
-            )
-            for position, name in enumerate(step.names)
-        }
-        run(step.spec, *step.arguments, uses=uses, **options)
+        run(step.spec, *step.arguments, uses=tensor_uses(step), **options)
     return Gradients(*gradients, sink_gradient(sink, statistics))
+
+
+def tensor_uses(step: Step) -> dict[int, Any]:
+    """What a step does to each of its tensors, for the emulator: by position."""
+    from fa4.emulator import TensorUse
+
+    return {
+        position: TensorUse(
+            name,
+            is_output=position in (*step.outputs, *step.sums),
+            has_content=position not in step.outputs,
+        )
+        for position, name in enumerate(step.names)
+    }
 
 
 def statistics_shape(problem: AttentionProblem, tile_m: int) -> tuple[int, int, int, int]:

@@ -127,8 +127,8 @@ def one_kernel_cost(schedule: Any) -> BlockCost:
     shares = 2 if m == ROWS else 1
     dq_flop, dq_operands = product(m, d // shares, n)
     products = [
-        product(n, m, d + 16),
-        product(n, m, dv + 16),
+        product(n, m, d + 2 * STATISTIC_TERMS),
+        product(n, m, dv + 2 * STATISTIC_TERMS),
         product(n, dv, m, a_in_registers=True),
         product(n, d, m, a_in_registers=True),
         (dq_flop * shares, dq_operands * shares),

@@ -29,10 +29,7 @@ def operand_cells(
 ) -> Cells:
     """Shadow cells of an operand of the tensor cores; one descriptor a step of k."""
     parts = []
-    for run in runs_of_one_layout(steps):
-        base = run[0].start - run[0].start % PERIOD
-        starts = tuple((step.start - base) // CHUNK for step in run)
-        layout = dataclasses.replace(run[0], start=0)
+    for layout, base, starts in runs_of_one_layout(steps):
         cells = _cells_behind(starts, layout, rows, major_mn, operand, shadow.cell_bytes)
         parts.append(_moved(cells, base // shadow.cell_bytes))
     if len(parts) == 1:

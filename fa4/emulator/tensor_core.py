@@ -26,7 +26,7 @@ How products are summed is in tensor_core_sums.py.
 """
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from functools import lru_cache
@@ -280,18 +280,22 @@ def gather_raw(
 def _decode_chain(
     steps: tuple[int, ...],
 ) -> tuple[tuple[MatrixDescriptor, int, tuple[int, ...]], ...]:
-    """For each run of steps with one layout: its first descriptor, the multiple of `PERIOD` before
-    that one's start, and all starts from there on in chunks."""
-    runs = []
-    for run in runs_of_one_layout([decode_descriptor(bits) for bits in steps]):
+    return tuple(runs_of_one_layout([decode_descriptor(bits) for bits in steps]))
+
+
+def runs_of_one_layout(
+    steps: Sequence[MatrixDescriptor],
+) -> Iterator[tuple[MatrixDescriptor, int, tuple[int, ...]]]:
+    """The steps of a chain in runs of one layout: (layout, base, starts) of each.
+
+    layout  a descriptor with start 0
+    base    the multiple of `PERIOD` before the run's first start
+    starts  from there on, in chunks
+    """
+    for layout, group in groupby(steps, lambda step: dataclasses.replace(step, start=0)):
+        run = list(group)
         base = run[0].start - run[0].start % PERIOD
-        runs.append((run[0], base, tuple((step.start - base) // CHUNK for step in run)))
-    return tuple(runs)
-
-
-def runs_of_one_layout(steps: Sequence[MatrixDescriptor]) -> list[list[MatrixDescriptor]]:
-    """The steps of a chain, in runs that differ in nothing but where they start."""
-    return [list(run) for _, run in groupby(steps, lambda step: dataclasses.replace(step, start=0))]
+        yield layout, base, tuple((step.start - base) // CHUNK for step in run)
 
 
 def require_chunks_written(shared: SharedMemory, positions: NDArray[np.int64], what: str) -> None:

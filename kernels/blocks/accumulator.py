@@ -2,7 +2,7 @@
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import BFloat16, Float16, Int32
+from cutlass import BFloat16, Float16, Float32, Int32
 
 PACKED_TYPE = {BFloat16: "bf16x2", Float16: "f16x2"}
 
@@ -51,17 +51,16 @@ def round_into(rounded: cute.Tensor, acc: cute.Tensor):
     """
     packed = cute.recast_tensor(rounded, Int32)
     for i in cutlass.range_constexpr(cute.size(packed)):
-        pair = cute.make_tensor(acc.iterator + 2 * i, cute.make_layout(2))
-        packed[i] = round_pair(pair, rounded.element_type)
+        packed[i] = round_pair(acc[2 * i], acc[2 * i + 1], rounded.element_type)
 
 
 @cute.jit
-def round_pair(pair: cute.Tensor, element_type: cutlass.Constexpr):
-    """Two fp32 values as a register of bf16 or fp16, the first one in the low half."""
+def round_pair(low: Float32, high: Float32, element_type: cutlass.Constexpr):
+    """Two fp32 values as a register of bf16 or fp16."""
     return cute.arch.inline_ptx(
         f"cvt.rn.{PACKED_TYPE[element_type]}.f32 {{$w0}}, {{$r0}}, {{$r1}};",
         write_only_types=[Int32],
-        read_only_args=[pair[1], pair[0]],
+        read_only_args=[high, low],
     )
 
 

@@ -6,7 +6,7 @@ An argument that a specialisation has not got is None.
 import cutlass.cute as cute
 from cutlass import Float32, Int32
 
-from fa4.kernels.features import TMA_ALIGNMENT, ForwardFeatures
+from fa4.kernels.features import TMA_ALIGNMENT, BackwardFeatures, ForwardFeatures
 
 
 def strided(element, modes: int, present: bool = True, align: int | None = None):
@@ -73,6 +73,17 @@ def forward_arguments(features: ForwardFeatures, dtypes):
         Float32(0.0),
         *(Int32(0), Int32(0), Int32(1), Int32(1), Int32(1), Int32(1)),
     )
+
+
+def backward_inputs(features: BackwardFeatures, dtype):
+    """What the host entries of the Hopper backward kernels begin with: q, k, v, grad_out."""
+    q, k = features.packed_q, features.packed_k
+    return rows(dtype, q), rows(dtype, k), rows(dtype, k), rows(dtype, q)
+
+
+def backward_numbers(features: BackwardFeatures):
+    """What those end with before the stream: lengths, scale, softcap, window, heads in a group."""
+    return *lengths(features), Float32(1.0), Float32(0.0), Int32(0), Int32(0), Int32(1)
 
 
 def stream():

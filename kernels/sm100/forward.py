@@ -72,7 +72,7 @@ from fa4.kernels.blocks import fake_tensors, global_view
 from fa4.kernels.blocks.key_range import KeyRange, key_range
 from fa4.kernels.blocks.online_softmax import LOG2_E, finish_total, scale_scores, soft_cap
 from fa4.kernels.blocks.sequence_bounds import SequenceBounds, sequence_bounds
-from fa4.kernels.blocks.tile_order import Tile, locate_tile, num_slots
+from fa4.kernels.blocks.tile_order import Tile, count_tiles, locate_tile
 from fa4.kernels.features import TMA_ALIGNMENT, ForwardFeatures
 from fa4.kernels.sm100 import tensor_memory
 from fa4.kernels.sm100.matrix_product import Operand, instruction_descriptor, multiply
@@ -302,12 +302,7 @@ class BlackwellForward:
         self.shared_storage = SharedStorage
 
         heads_q = q_tiled.shape[2]
-        if const_expr(self.features.packed_q):
-            num_batches = Int32(1)
-            num_m_blocks = num_slots(rows_q, mCuQ.shape[0] - 1, schedule.positions)
-        else:
-            num_batches = q.shape[3]
-            num_m_blocks = cute.ceil_div(rows_q, schedule.positions)
+        num_m_blocks, num_batches = count_tiles(q, mCuQ, schedule.positions, self.features.packed_q)
         num_tiles = num_m_blocks * heads_q * num_batches
         call = Call(
             mCuQ,

@@ -138,7 +138,6 @@ class Shared(NamedTuple):
     do: cute.Tensor
     dot: cute.Tensor
     ds: cute.Tensor
-    dst: cute.Tensor
     halves: cute.Tensor
     lse: cute.Tensor
     delta: cute.Tensor
@@ -174,7 +173,7 @@ class Fragments(NamedTuple):
     lse, delta               B operands of it: (MMA, 1, 1, stages); no lse with softcap
     qt, dot                  B operands of dK and dV: (MMA, 1, K, stages)
     ds, kt                   A and B operands of dQ: (MMA, 1, K, stages), (MMA, 1, K)
-    scores, dp               fp32 accumulators; scores become P, dp becomes dS
+    scores, dp               fp32 accumulators, less the statistics
     p, rounded_ds            P and dS in 16 bits: the A operands of dV and dK
     dk, dv                   fp32 accumulators
     """
@@ -277,7 +276,7 @@ class HopperBackward:
         sV_layout, _ = self.both_ways(tile_n, head_dim_v, 1, head_dim_v)
         sQ_layout, sQt_layout = self.both_ways(tile_m, head_dim, stages, head_dim)
         sdO_layout, sdOt_layout = self.both_ways(tile_m, head_dim_v, grad_stages, head_dim_v)
-        sdSt_layout, sdS_layout = self.both_ways(tile_n, tile_m, DS_STAGES, tile_m)
+        _, sdS_layout = self.both_ways(tile_n, tile_m, DS_STAGES, tile_m)
         sdK_layout = sm90.make_smem_layout_epi(self.dtype, row_major, (KEYS, head_dim), WARPGROUPS)
         sdV_layout = sm90.make_smem_layout_epi(
             self.dtype, row_major, (KEYS, head_dim_v), WARPGROUPS
@@ -351,12 +350,12 @@ class HopperBackward:
             mdQ,
             products,
             (sK_layout, sKt_layout, sV_layout, sQ_layout, sQt_layout, sdO_layout, sdOt_layout),
-            (sdS_layout, sdSt_layout, sdK_layout, sdV_layout),
+            (sdS_layout, sdK_layout, sdV_layout),
             call,
         ).launch(
             grid=(num_tiles * k.shape[2] * num_batches, 1, 1),
             block=(schedule.threads, 1, 1),
-            # Said to the assembler, which else may take setmaxnreg for impossible and ignore it.
+            # Said to the assembler: a thread may have all the registers there are for it.
             min_blocks_per_mp=1,
             stream=stream,
         )
@@ -409,7 +408,7 @@ class HopperBackward:
         sK_layout, sKt_layout, sV_layout, sQ_layout, sQt_layout, sdO_layout, sdOt_layout = (
             load_layouts
         )
-        sdS_layout, sdSt_layout, sdK_layout, sdV_layout = other_layouts
+        sdS_layout, sdK_layout, sdV_layout = other_layouts
         warp_idx = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         if warp_idx == 0:
             for tma in (*loads, *stores):
@@ -429,7 +428,6 @@ class HopperBackward:
             view(storage.sdO, sdO_layout),
             view(storage.sdO, sdOt_layout),
             view(storage.sdS, sdS_layout),
-            view(storage.sdS, sdSt_layout),
             # Eight rows of eight columns stand for all of them.
             storage.halves.get_tensor(cute.make_layout(((8, 8), (8, 2)), stride=((8, 0), (1, 0)))),
             self.statistics_view(storage.lse, schedule.stages, self.scores_have_lse),
@@ -966,8 +964,8 @@ class HopperBackward:
                             t = cute.arch.fmax(cute.arch.fmin(t, Float32(1.0)), Float32(-1.0))
                             gradient_pair[i] = gradient_pair[i] * (1.0 - t * t)
                     at = 4 * g + 2 * half + r
-                    packed_p[at] = accumulator.round_pair(pair, self.dtype)
-                    packed_ds[at] = accumulator.round_pair(gradient_pair, self.dtype)
+                    for packed, x in ((packed_p, pair), (packed_ds, gradient_pair)):
+                        packed[at] = accumulator.round_pair(x[0], x[1], self.dtype)
 
     @cute.jit
     def mask(
@@ -1128,21 +1126,13 @@ def compile_backward(
     dtype = DTYPES[features.dtype]
     return cute.compile(
         HopperBackward(features, schedule),
-        fake_tensors.rows(dtype, features.packed_q),
-        fake_tensors.rows(dtype, features.packed_k),
-        fake_tensors.rows(dtype, features.packed_k),
-        fake_tensors.rows(dtype, features.packed_q),
+        *fake_tensors.backward_inputs(features, dtype),
         fake_tensors.strided(Float32, 4, align=16),
         fake_tensors.strided(BFloat16, 4, align=16),
         fake_tensors.strided(Float32, 4, align=16),
         fake_tensors.rows(dtype, features.packed_k),
         fake_tensors.rows(dtype, features.packed_k),
-        *fake_tensors.lengths(features),
-        Float32(1.0),
-        Float32(0.0),
-        Int32(0),
-        Int32(0),
-        Int32(1),
+        *fake_tensors.backward_numbers(features),
         fake_tensors.stream(),
         options=fake_tensors.options(arch, options),
     )

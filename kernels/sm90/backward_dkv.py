@@ -832,19 +832,11 @@ def compile_dkv(features: BackwardFeatures, schedule: DkvSchedule, arch: str, op
     dtype = DTYPES[features.dtype]
     return cute.compile(
         HopperBackwardDkv(features, schedule),
-        fake_tensors.rows(dtype, features.packed_q),
-        fake_tensors.rows(dtype, features.packed_k),
-        fake_tensors.rows(dtype, features.packed_k),
-        fake_tensors.rows(dtype, features.packed_q),
+        *fake_tensors.backward_inputs(features, dtype),
         fake_tensors.row_statistics(),
         fake_tensors.rows(dtype, features.packed_k),
         fake_tensors.rows(dtype, features.packed_k),
-        *fake_tensors.lengths(features),
-        Float32(1.0),
-        Float32(0.0),
-        Int32(0),
-        Int32(0),
-        Int32(1),
+        *fake_tensors.backward_numbers(features),
         fake_tensors.stream(),
         options=fake_tensors.options(arch, options),
     )

@@ -687,18 +687,10 @@ def compile_dq(features: BackwardFeatures, schedule: DqSchedule, arch: str, opti
     dtype = DTYPES[features.dtype]
     return cute.compile(
         HopperBackwardDq(features, schedule),
-        fake_tensors.rows(dtype, features.packed_q),
-        fake_tensors.rows(dtype, features.packed_k),
-        fake_tensors.rows(dtype, features.packed_k),
-        fake_tensors.rows(dtype, features.packed_q),
+        *fake_tensors.backward_inputs(features, dtype),
         fake_tensors.row_statistics(),
         fake_tensors.rows(dtype, features.packed_q),
-        *fake_tensors.lengths(features),
-        Float32(1.0),
-        Float32(0.0),
-        Int32(0),
-        Int32(0),
-        Int32(1),
+        *fake_tensors.backward_numbers(features),
         fake_tensors.stream(),
         options=fake_tensors.options(arch, options),
     )

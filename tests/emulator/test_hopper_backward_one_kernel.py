@@ -14,9 +14,8 @@ import pytest
 import torch
 
 import fa4
-from fa4.backward import Step, backward_steps, emulate_backward
+from fa4.backward import Step, backward_steps, emulate_backward, tensor_uses
 from fa4.dispatch import BackwardDecision, decide_backward
-from fa4.emulator import TensorUse
 from fa4.emulator.device import PreparedRun, prepare
 from fa4.emulator.execute import Options
 from fa4.emulator.mutation import score, sync_instructions
@@ -187,7 +186,7 @@ def test_statistics_are_terms_that_add_up_to_them(scale: float) -> None:
     """Three bf16 numbers hold the 24 bits of an fp32; rows behind the last get a weight of 0."""
     call = make_call(Case((70,), (30,), 2, 1, softmax_scale=scale))
     steps, _, statistics = backward_steps(call.decision, *call.arguments)
-    emulate_step(steps[0])
+    prepare_step(steps[0]).execute()
     terms = steps[0].arguments[steps[0].names.index("terms")]
     rows = statistics.shape[3]
     terms = terms.reshape(2, 2, rows, 8).double()
@@ -256,17 +255,9 @@ def test_missing_synchronisation_is_noticed() -> None:
 def prepare_gradients(call: Call) -> tuple[PreparedRun, Gradients]:
     """The kernel of the gradients, ready to run with its statistics filled in."""
     steps, gradients, _ = backward_steps(call.decision, *call.arguments)
-    emulate_step(steps[0])
+    prepare_step(steps[0]).execute()
     return prepare_step(steps[1]), Gradients(*gradients, None)
 
 
 def prepare_step(step: Step) -> PreparedRun:
-    uses = {
-        position: TensorUse(name, is_output=True, has_content=position not in step.outputs)
-        for position, name in enumerate(step.names)
-    }
-    return prepare(step.spec, *step.arguments, uses=uses)
-
-
-def emulate_step(step: Step) -> None:
-    prepare_step(step).execute()
+    return prepare(step.spec, *step.arguments, uses=tensor_uses(step))

@@ -12,9 +12,8 @@ import pytest
 import torch
 
 import fa4
-from fa4.backward import backward_steps, emulate_backward
+from fa4.backward import backward_steps, emulate_backward, tensor_uses
 from fa4.dispatch import BackwardDecision, decide_backward
-from fa4.emulator import TensorUse
 from fa4.emulator.device import PreparedRun, prepare
 from fa4.emulator.execute import Options
 from fa4.emulator.mutation import score, sync_instructions
@@ -135,11 +134,7 @@ def prepare_step(call: Call, index: int) -> tuple[PreparedRun, Gradients]:
     """A kernel of the call, ready to run with its statistics filled in, and the gradients."""
     steps, gradients, _ = backward_steps(call.decision, *call.arguments)
     for step in (steps[0], steps[index]):
-        uses = {
-            position: TensorUse(name, position in step.outputs, position not in step.outputs)
-            for position, name in enumerate(step.names)
-        }
-        run = prepare(step.spec, *step.arguments, uses=uses)
+        run = prepare(step.spec, *step.arguments, uses=tensor_uses(step))
         if step is not steps[index]:
             run.execute()
     return run, Gradients(*gradients, None)
