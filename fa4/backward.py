@@ -16,13 +16,14 @@ import torch
 from torch import Tensor
 
 from fa4.compiler import KernelSpec, get_kernel
+from fa4.device_counters import device_counters
 from fa4.dispatch import (
     BackwardDecision,
     UnsupportedProblemError,
     architecture_of,
     decide_backward,
 )
-from fa4.launch import L2_FOR_KEYS_BYTES, Lengths, heads_in_group
+from fa4.launch import Lengths, heads_in_group, multiprocessor_count
 from fa4.pipelines.sm90_backward import STATISTIC_TERMS, OneKernelSchedule
 from fa4.problem import AttentionProblem, layout_fault
 from fa4.reference_backward import Gradients, attention_backward_reference
@@ -30,6 +31,8 @@ from fa4.reference_backward import Gradients, attention_backward_reference
 __all__ = ["Gradients", "attention_backward", "backward_steps", "emulate_backward"]
 
 EMULATED_ARCH = "sm_90a"  # by default
+KEYS_AT_ONCE = 128  # of a multiprocessor: one tile, or two of the kernel of dK and dV alone
+EMULATED_MULTIPROCESSORS = 2  # few, so that a CTA takes several tiles
 LOG2_E = math.log2(math.e)
 
 
@@ -88,7 +91,9 @@ def attention_backward(
         return attention_backward_reference(problem, *operands)
     if backend == "emulator":
         return emulate_backward(decision, *operands)
-    steps, gradients, statistics = backward_steps(decision, *operands)
+    steps, gradients, statistics = backward_steps(
+        decision, *operands, multiprocessor_count(q.device)
+    )
     if torch.cuda.device_count() > 1 and torch.cuda.current_device() != q.device.index:
         with torch.cuda.device(q.device):
             for step in steps:
@@ -106,6 +111,7 @@ class Step(NamedTuple):
     names      of its tensors, for messages; the arguments begin with those
     outputs    positions of the tensors that it writes whole
     sums       positions of the tensors that it adds to
+    counters   positions of the tensors that it finds and leaves at 0
     """
 
     spec: KernelSpec
@@ -113,6 +119,7 @@ class Step(NamedTuple):
     names: tuple[str, ...]
     outputs: tuple[int, ...]
     sums: tuple[int, ...] = ()
+    counters: tuple[int, ...] = ()
 
 
 def backward_steps(
@@ -126,8 +133,11 @@ def backward_steps(
     lse: Tensor,
     grad_out: Tensor,
     grad_lse: Tensor | None,
+    multiprocessors: int = EMULATED_MULTIPROCESSORS,
 ) -> tuple[list[Step], tuple[Tensor, Tensor, Tensor], Tensor]:
     """(kernels with their arguments, (dq, dk, dv), row statistics); nothing is launched here.
+
+    multiprocessors  of the device
 
     The statistics are (2, batch or 1, heads_q, rows) fp32: `kernels.blocks.row_statistics`.
     """
@@ -170,16 +180,21 @@ def backward_steps(
             (4, 5, 6),
         )
     ]
+    pairs_in_turn = key_heads_in_turn(problem, multiprocessors)
     inputs = (q, k, v, grad_out, statistics)
     names = ("q", "k", "v", "grad_out", "statistics")
     if decision.path == "one kernel":
         steps.append(
             Step(
                 first,
-                (*inputs, terms, dq_sums, dk, dv, *lengths, *scalars, key_heads_in_group(problem)),
-                (*names, "terms", "dq_sums", "dk", "dv", *Lengths._fields),
+                (
+                    *(*inputs, terms, dq_sums, dk, dv, device_counters(q.device, 1), *lengths),
+                    *(*scalars, pairs_in_turn, multiprocessors),
+                ),
+                (*names, "terms", "dq_sums", "dk", "dv", "counter", *Lengths._fields),
                 outputs=(7, 8),
                 sums=(6,),
+                counters=(9,),
             )
         )
         steps.append(
@@ -194,7 +209,7 @@ def backward_steps(
         steps.append(
             Step(
                 first,
-                (*inputs, dk, dv, *lengths, *scalars, key_heads_in_group(problem)),
+                (*inputs, dk, dv, *lengths, *scalars, pairs_in_turn),
                 (*names, "dk", "dv", *Lengths._fields),
                 (5, 6),
             )
@@ -221,11 +236,13 @@ def emulate_backward(
     lse: Tensor,
     grad_out: Tensor,
     grad_lse: Tensor | None = None,
+    multiprocessors: int = EMULATED_MULTIPROCESSORS,
     **options: Any,
 ) -> Gradients:
     """What `attention_backward` does on a device, with its kernels emulated on CPU tensors.
 
     decision  names kernels; see `fa4.dispatch.decide_backward` with the arch to be emulated
+    multiprocessors  of the device: few of them make persistent kernels take several tiles each
     options   how to run them: the fields of `fa4.emulator.Options` (schedule, check_races, ...)
 
     Raises as `fa4.emulator.run` does.
@@ -237,7 +254,7 @@ def emulate_backward(
             f'backend="emulator" needs {missing.name}: pip install "fa4-kernels[emulator]".'
         ) from missing
     steps, gradients, statistics = backward_steps(
-        decision, q, k, v, lengths, sink, out, lse, grad_out, grad_lse
+        decision, q, k, v, lengths, sink, out, lse, grad_out, grad_lse, multiprocessors
     )
     for step in steps:
         run(step.spec, *step.arguments, uses=tensor_uses(step), **options)
@@ -251,8 +268,9 @@ def tensor_uses(step: Step) -> dict[int, Any]:
     return {
         position: TensorUse(
             name,
-            is_output=position in (*step.outputs, *step.sums),
+            is_output=position in (*step.outputs, *step.sums, *step.counters),
             has_content=position not in step.outputs,
+            is_counter=position in step.counters,
         )
         for position, name in enumerate(step.names)
     }
@@ -285,19 +303,22 @@ def sink_gradient(sink: Tensor | None, statistics: Tensor) -> Tensor | None:
     return -(weight * delta).sum(dim=(0, 2)).to(sink.dtype)
 
 
-def key_heads_in_group(problem: AttentionProblem) -> int:
+def key_heads_in_turn(problem: AttentionProblem, multiprocessors: int) -> int:
     """(key head, batch entry) pairs whose key tiles a causal launch takes in turn.
 
-    As `fa4.launch.heads_in_group`, for tiles of keys: here the rows of q and grad_out of all query
-    heads of the pair should stay in L2.
+    The tiles of a pair differ in length; those of several pairs are ordered by it, so that the last
+    wave is made of short ones. As many pairs as have about `KEYS_AT_ONCE` keys for each
+    multiprocessor. With more of them, each wave of tiles would read the rows of q and grad_out and
+    the sums of dQ from memory again: d64 1k lost a quarter.
     """
     if problem.window_right is None:
         return 1
-    group = problem.heads_q // problem.heads_kv
-    pair_bytes = 2 * (problem.head_dim + problem.head_dim_v) * problem.seqlen_q * group
-    together = max(1, L2_FOR_KEYS_BYTES // pair_bytes)
+    if problem.packed_k:
+        tiles, pairs = problem.seqlen_k // KEYS_AT_ONCE + problem.batch + 1, problem.heads_kv
+    else:
+        tiles, pairs = -(-problem.seqlen_k // KEYS_AT_ONCE), problem.heads_kv * problem.batch
+    together = max(1, multiprocessors // tiles)
     together = 1 << (together.bit_length() - 1)  # a power of two divides most head counts
-    pairs = problem.heads_kv * (1 if problem.packed_k else problem.batch)
     return max(1, min(pairs, together))
 
 

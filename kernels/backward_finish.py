@@ -63,6 +63,7 @@ class BackwardFinish:
         self.kernel(mSums, dq, lengths, softmax_scale).launch(
             grid=(mSums.shape[2] * mSums.shape[1] * mSums.shape[0], 1, 1),
             block=(self.schedule.threads, 1, 1),
+            use_pdl=True,
             stream=stream,
         )
 
@@ -88,6 +89,7 @@ class BackwardFinish:
             dq = mdQ[None, None, head_idx]
         else:
             dq = mdQ[None, None, head_idx, entry]
+        cute.arch.griddepcontrol_wait()
         sums = mSums[entry, head_idx, block, None]
         zeros = cute.make_rmem_tensor(8, self.dtype)
         zeros.fill(0.0)

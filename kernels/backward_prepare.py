@@ -104,6 +104,7 @@ class BackwardPrepare:
     ):
         """A CTA: tile_m rows of one head of one sequence."""
         features, schedule = self.features, self.schedule
+        cute.arch.griddepcontrol_launch_dependents()
         tile_m = schedule.tile_m
         heads = mO.shape[2]
         num_blocks = mStatistics.shape[3] // tile_m
@@ -112,53 +113,68 @@ class BackwardPrepare:
             index, heads, num_blocks, lengths, tile_m, features
         )
 
-        if const_expr(schedule.for_sums):
-            sums = mSums[entry, head_idx, block, None]
-            zeros = cute.make_rmem_tensor(4, Float32)
-            zeros.fill(0.0)
-            for i in cutlass.range(
-                cute.arch.thread_idx()[0], mSums.shape[3] // 4, schedule.threads, unroll=4
-            ):
-                cute.autovec_copy(zeros, cute.local_tile(sums, (4,), (i,)))
-
-        lanes = schedule.lanes_a_row
+        lanes, rows_at_once, steps = schedule.lanes_a_row, schedule.rows_at_once, schedule.steps
         lane = cute.arch.thread_idx()[0] % lanes
         first_row = cute.arch.thread_idx()[0] // lanes
-        rows_at_once = schedule.threads // lanes
-        out_vector = cute.make_rmem_tensor(8, self.dtype)
-        grad_vector = cute.make_rmem_tensor(8, self.dtype)
-        for step in cutlass.range_constexpr((tile_m + rows_at_once - 1) // rows_at_once):
+        # All that a thread reads is asked for before any of it is used.
+        out_vectors, grad_vectors = [cute.make_rmem_tensor((8, steps), self.dtype) for _ in "og"]
+        for step in cutlass.range_constexpr(steps):
             inside = first_row + step * rows_at_once
             row = origin + m_block * tile_m + inside
-            is_live = row < q.length
-            if const_expr(tile_m % rows_at_once != 0):
-                is_live = is_live & (inside < tile_m)
+            if (row < q.length) & (inside < tile_m) & (lane * 8 < mO.shape[1]):
+                for tensor, vectors in ((mO, out_vectors), (mdO, grad_vectors)):
+                    source = self.row_of(tensor, q.start + row, head_idx, entry)
+                    cute.autovec_copy(cute.local_tile(source, (8,), (lane,)), vectors[None, step])
+        # The row that a thread ends up with.
+        my_row = first_row + lane * rows_at_once
+        has_row = (lane < steps) & (my_row < tile_m)
+        is_live = has_row & (origin + m_block * tile_m + my_row < q.length)
+        lse_log2, grad_lse = Float32.inf, Float32(0.0)
+        if is_live:
+            position = q.start + origin + m_block * tile_m + my_row
+            lse_log2 = self.row_value(mLSE, position, head_idx, entry) * LOG2_E
+            if const_expr(features.has_grad_lse):
+                grad_lse = self.row_value(mdLSE, position, head_idx, entry)
+        if const_expr(schedule.for_sums):
+            self.zero(mSums[entry, head_idx, block, None])
+
+        # Of each step's row one lane keeps the sum: the one with the step's number.
+        delta = Float32(0.0)
+        for step in cutlass.range_constexpr(steps):
+            inside = first_row + step * rows_at_once
+            row = origin + m_block * tile_m + inside
             product = Float32(0.0)
-            if is_live & (lane * 8 < mO.shape[1]):
-                out_row = self.row_of(mO, q.start + row, head_idx, entry)
-                grad_row = self.row_of(mdO, q.start + row, head_idx, entry)
-                cute.autovec_copy(cute.local_tile(out_row, (8,), (lane,)), out_vector)
-                cute.autovec_copy(cute.local_tile(grad_row, (8,), (lane,)), grad_vector)
+            if (row < q.length) & (inside < tile_m) & (lane * 8 < mO.shape[1]):
                 for i in cutlass.range_constexpr(8):
-                    product = product + out_vector[i].to(Float32) * grad_vector[i].to(Float32)
-            delta = cute.arch.warp_reduction_sum(product, threads_in_group=lanes)
-            lse_log2 = Float32.inf
-            if is_live & (lane == 0):
-                lse_log2 = self.row_value(mLSE, q.start + row, head_idx, entry) * LOG2_E
-                if const_expr(features.has_grad_lse):
-                    delta = delta - self.row_value(mdLSE, q.start + row, head_idx, entry)
-            if (lane == 0) & (inside < tile_m):
-                place = block * tile_m + row_statistics.place_of(inside)
-                mStatistics[0, entry, head_idx, place] = lse_log2
-                mStatistics[1, entry, head_idx, place] = delta
-                if const_expr(schedule.for_sums):
-                    row_index = block * tile_m + inside
-                    to_score = -1.0 / row_statistics.exponent_scale(softmax_scale)
-                    for kind, value in enumerate((lse_log2 * to_score, -delta)):
-                        terms = row_statistics.as_terms(value)
-                        row_terms = mTerms[kind, entry, head_idx, None]
-                        target = cute.local_tile(row_terms, (STATISTIC_TERMS,), (row_index,))
-                        cute.autovec_copy(terms, target)
+                    o, do = [x[i, step].to(Float32) for x in (out_vectors, grad_vectors)]
+                    product = product + o * do
+            product = cute.arch.warp_reduction_sum(product, threads_in_group=lanes)
+            if lane == step:
+                delta = product
+        if has_row:
+            delta = delta - grad_lse
+            place = block * tile_m + row_statistics.place_of(my_row)
+            mStatistics[0, entry, head_idx, place] = lse_log2
+            mStatistics[1, entry, head_idx, place] = delta
+            if const_expr(schedule.for_sums):
+                to_score = -1.0 / row_statistics.exponent_scale(softmax_scale)
+                for kind, value in enumerate((lse_log2 * to_score, -delta)):
+                    terms = row_statistics.as_terms(value)
+                    first = mTerms[kind, entry, head_idx, None].iterator
+                    first = (first + (block * tile_m + my_row) * STATISTIC_TERMS).align(16)
+                    cute.autovec_copy(terms, cute.make_tensor(first, terms.layout))
+
+    @cute.jit
+    def zero(self, sums: cute.Tensor):
+        """All threads of the CTA: sums := 0."""
+        zeros = cute.make_rmem_tensor(4, Float32)
+        zeros.fill(0.0)
+        quads = cute.make_layout((4, cute.size(sums) // 4))
+        quads = cute.make_tensor(sums.iterator.align(16), quads)
+        for i in cutlass.range(
+            cute.arch.thread_idx()[0], quads.shape[1], self.schedule.threads, unroll=4
+        ):
+            cute.autovec_copy(zeros, quads[None, i])
 
     def row_of(self, tensor: cute.Tensor, row: Int32, head_idx: Int32, batch_idx: Int32):
         """(dim,) of a (rows, dim, heads[, batch]) tensor."""

@@ -45,6 +45,16 @@ class PrepareSchedule:
         return 1 << (self.head_dim_v // 8 - 1).bit_length()
 
     @property
+    def rows_at_once(self) -> int:
+        """Rows that the CTA's threads share out at a time."""
+        return self.threads // self.lanes_a_row
+
+    @property
+    def steps(self) -> int:
+        """Times that they do. At most as many as lanes a row, each of which keeps one result."""
+        return -(-self.tile_m // self.rows_at_once)
+
+    @property
     def name(self) -> str:
         return f"m{self.tile_m}{'_sums' if self.for_sums else ''}"
 
@@ -55,6 +65,8 @@ class PrepareSchedule:
             raise ValueError(f"{self}: threads={self.threads} is not a multiple of 32 up to 1024")
         if not 8 <= self.head_dim_v <= 256:
             raise ValueError(f"{self}: head_dim_v={self.head_dim_v} is not between 8 and 256")
+        if self.tile_m > self.threads:
+            raise ValueError(f"{self}: tile_m={self.tile_m} exceeds threads={self.threads}")
 
 
 def _role_problems(consumer: int, producer: int) -> list[str]:
@@ -372,17 +384,14 @@ class OneKernelSchedule:
         return (self.head_dim if self.tile_m == 2 * ROWS else self.dq_column_step) // 8
 
     @property
-    def slab(self) -> int:
-        """Elements of shared memory for K, and later dK; as many for V and dV."""
-        return self.tile_n * max(self.head_dim, self.head_dim_v)
-
-    @property
     def smem_bytes(self) -> int:
         """Barriers, K and V, the Q and dO stages with their statistics, two stages of dS."""
         stage_rows = self.stages * self.head_dim + self.grad_stages * self.head_dim_v
-        elements = 2 * self.slab + self.tile_m * stage_rows + 2 * self.tile_n * self.tile_m
+        elements = self.tile_n * (self.head_dim + self.head_dim_v) + self.tile_m * stage_rows
+        elements += 2 * self.tile_n * self.tile_m
         buffers = self.stages + self.grad_stages
-        barriers = -(-2 * 8 * (2 + buffers) // 128) * 128
+        next_tile = 2 * 4  # beside the barriers
+        barriers = -(-(2 * 8 * (2 + buffers) + next_tile) // 128) * 128
         halves = 128  # what statistics are multiplied by
         statistics = buffers * self.tile_m * ELEMENT_BYTES * STATISTIC_TERMS
         # Tiles begin at multiples of their swizzle's period.

@@ -20,7 +20,7 @@ from fa4.backward import (
     attention_backward,
     backward_steps,
     dq_sums_shape,
-    key_heads_in_group,
+    key_heads_in_turn,
     sink_gradient,
     statistics_shape,
 )
@@ -422,15 +422,24 @@ def test_workspaces_are_linear_in_rows() -> None:
 
 
 def test_key_tiles_of_several_heads_take_turns_only_under_a_right_bound() -> None:
-    assert key_heads_in_group(PLAIN) == 1
+    assert key_heads_in_turn(PLAIN, 132) == 1
     causal = dataclasses.replace(PLAIN, window_right=0)
-    assert key_heads_in_group(causal) == 4  # all there are
-    long = dataclasses.replace(causal, seqlen_q=1 << 20)
-    assert key_heads_in_group(long) == 1
-    middle = dataclasses.replace(causal, seqlen_q=8192, batch=100)
-    rows = 8192 * 4 * 512  # bytes of q and grad_out of one key head
-    together = key_heads_in_group(middle)
-    assert together * rows <= backward.L2_FOR_KEYS_BYTES < 2 * together * rows
+    assert key_heads_in_turn(causal, 132) == 4  # all there are
+    assert key_heads_in_turn(dataclasses.replace(causal, seqlen_k=1 << 20), 132) == 1
+
+
+@pytest.mark.parametrize("seqlen_k", [1, 100, 1000, 4096, 5000, 16384, 20000])
+@pytest.mark.parametrize("packed", [False, True])
+def test_heads_that_take_turns_have_about_a_tile_for_each_multiprocessor(
+    seqlen_k: int, packed: bool
+) -> None:
+    problem = dataclasses.replace(
+        PLAIN, window_right=0, seqlen_k=seqlen_k, batch=100, packed_k=packed, heads_kv=64
+    )
+    together = key_heads_in_turn(problem, 132)
+    tiles = seqlen_k // 128 + 101 if packed else -(-seqlen_k // 128)
+    assert together == 1 or together * tiles <= 132
+    assert 2 * together * tiles > 132
 
 
 @pytest.mark.parametrize("kind", ["expanded", "transposed", "sliced", "shifted"])

@@ -11,12 +11,13 @@ from typing import Any
 import pytest
 
 from fa4.compiler import KernelSpec
-from fa4.kernels.features import BackwardFeatures, FinishFeatures
-from fa4.pipelines.sm90_backward import OneKernelSchedule, one_kernel_schedules
+from fa4.kernels.features import HEAD_DIM_CLASSES, BackwardFeatures, FinishFeatures, PrepareFeatures
+from fa4.pipelines.sm90_backward import OneKernelSchedule, PrepareSchedule, one_kernel_schedules
 from tests import sass
 from tests.sass import Code, Instruction
 
 ENTRY = "fa4.kernels.sm90.backward:compile_backward"
+PREPARE_ENTRY = "fa4.kernels.backward_prepare:compile_prepare"
 FINISH_ENTRY = "fa4.kernels.backward_finish:compile_finish"
 HEAD_DIMS = (64, 96, 128)
 
@@ -115,8 +116,10 @@ def test_matrix_products_of_a_block_are_one_instruction_for_each_step_of_16(
     is_early = tile_m == 64
     expected = [*dq, *(s if is_early else ()), *dv_and_dk, *(() if is_early else s), *dp]
     assert [i.opcode.split(".")[1] for i in kernel.loop if i.is_a("HGMMA")] == expected
-    # S and dP of the first block before the loop, dQ of the last one of warpgroup 0 behind it.
-    assert kernel.code.count("HGMMA") == len(expected) + len(s) + len(dp) + len(dq)
+    # S and dP of the first block before the loop; behind it the last one without those of a next
+    # one, and its dQ by warpgroup 0.
+    around = [*s, *dp, *dq, *dv_and_dk, *dq]
+    assert kernel.code.count("HGMMA") == len(expected) + len(around)
 
 
 def test_matrix_products_stay_in_flight_until_the_kernel_waits(kernel: Kernel) -> None:
@@ -133,7 +136,8 @@ def test_matrix_products_stay_in_flight_until_the_kernel_waits(kernel: Kernel) -
         assert waits == ["0x3", "0x1", "0x1", "0x0"]
     else:
         assert waits == ["0x2", "0x1", "0x2", "0x0"]
-    assert kernel.code.count(wait) == len(waits) + 2
+    # For S and dP of the first block; for dQ and everything of the last one, and dQ of that.
+    assert kernel.code.count(wait) == len(waits) + 1 + 2 + 1
 
 
 def test_scores_take_one_exponential_each_and_no_shuffle(kernel: Kernel) -> None:
@@ -211,3 +215,24 @@ def test_finishing_reads_and_writes_16_bytes_at_once(head_dim: int) -> None:
         accesses = [i.opcode for i in code.instructions if i.is_a(kind)]
         assert accesses
         assert all(".128" in opcode for opcode in accesses)
+
+
+@pytest.mark.parametrize("for_sums", [False, True])
+@pytest.mark.parametrize("head_dim_v", HEAD_DIM_CLASSES)
+def test_preparing_reads_and_writes_16_bytes_at_once(head_dim_v: int, for_sums: bool) -> None:
+    """All but a row's LSE, and the LSE and delta that it writes."""
+    wanted = PrepareFeatures("bf16", head_dim_v, has_grad_lse=False, has_right_bound=True)
+    schedule = PrepareSchedule(head_dim_v, 64, for_sums=for_sums)
+    code = sass.code_of(KernelSpec(PREPARE_ENTRY, "sm_90a", wanted, schedule))
+    assert code.count("STL") == code.count("LDL") == 0
+    narrow = {"LDG": 1, "STG": 2}
+    for kind, allowed in narrow.items():
+        accesses = [i.opcode for i in code.instructions if i.is_a(kind)]
+        assert sum(".128" not in opcode for opcode in accesses) == allowed
+        assert len(accesses) > allowed or (kind == "STG" and not for_sums)
+    # All rows are asked for before any is added up.
+    order = [i.opcode.split(".")[0] for i in code.instructions if i.is_a("LDG") or i.is_a("SHFL")]
+    if "SHFL" in order:
+        rows = sum(i.is_a("LDG") and ".128" in i.opcode for i in code.instructions)
+        assert rows == 2 * schedule.steps
+        assert order.index("SHFL") >= rows

@@ -136,6 +136,7 @@ def test_lanes_of_a_row_divide_a_warp_and_hold_the_row(head_dim_v: int) -> None:
         (GOOD_DQ, {"tile_n": 128}, "need about 252 registers, more than 240"),
         (PrepareSchedule(64, 64), {"tile_m": 40}, "tile_m=40 is not a multiple of 16"),
         (PrepareSchedule(64, 64), {"threads": 48}, "threads=48 is not a multiple of 32"),
+        (PrepareSchedule(64, 64), {"threads": 32}, "tile_m=64 exceeds threads=32"),
         (PrepareSchedule(64, 64), {"head_dim_v": 264}, "head_dim_v=264 is not between 8 and 256"),
     ],
     ids=lambda value: str(value) if isinstance(value, dict) else "",

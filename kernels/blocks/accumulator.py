@@ -65,6 +65,20 @@ def round_pair(low: Float32, high: Float32, element_type: cutlass.Constexpr):
 
 
 @cute.jit
+def transpose_quad(piece: cute.Tensor, lane: Int32):
+    """Exchange four registers in each four lanes: lane q's i-th becomes lane i's q-th."""
+    for bit in cutlass.range_constexpr(2):
+        step = 1 << bit
+        is_upper = (lane & step) != 0
+        for i in cutlass.range_constexpr(4):
+            if cutlass.const_expr(i & step == 0):
+                low, high = piece[i], piece[i + step]
+                theirs = cute.arch.shuffle_sync_bfly(low if is_upper else high, step)
+                piece[i] = theirs if is_upper else low
+                piece[i + step] = high if is_upper else theirs
+
+
+@cute.jit
 def has_infinity(rounded: cute.Tensor):
     """Whether a bf16 or fp16 fragment of this thread holds an infinity or NaN.
 

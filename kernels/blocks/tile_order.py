@@ -41,6 +41,22 @@ def count_tiles(
 
 
 @cute.jit
+def count_taken(counter: cute.Tensor, num_tiles: Int32):
+    """Take a tile: how many CTAs have taken others before, beside each one's first.
+
+    counter  (1,) int32, 0 before a launch
+
+    If every one of ``num_tiles`` tiles is followed by one call, whoever makes it, the counter is 0
+    again behind the last.
+    """
+    return cute.arch.inline_ptx(
+        "atom.global.relaxed.gpu.inc.u32 {$w0}, [{$r0}], {$r1};",
+        write_only_types=[Int32],
+        read_only_args=[counter.iterator.toint(), num_tiles - 1],
+    )
+
+
+@cute.jit
 def find_sequence(slot: Int32, cu_seqlens: cute.Tensor, tile_m: cutlass.Constexpr[int]):
     """The last b in [0, batch] with s(b) <= slot, and s(b); see `num_slots`.
 

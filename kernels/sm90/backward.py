@@ -13,26 +13,30 @@ rows, and leave P^T and dS^T where the register operands of dV += P^T dO and dK 
 them. Only dS goes through shared memory, once, since dQ = dS K sums over the keys of both
 warpgroups.
 
+A CTA takes one tile of 128 keys after the other, until a counter says that there are none left.
+
 Roles (2 warpgroups, 255 registers a thread)
-  both             attend    each owns 64 keys: dK and dV stay in its registers from the first row
-                             block of the first query head of its group to the last of the last. Of
-                             a block's dQ each makes one half
-  warpgroup 0      load      too: its four warps issue the TMA loads, one operand each. A producer
+  both             attend    each owns 64 keys of a tile: dK and dV stay in its registers from the
+                             first row block of the first query head of its group to the last of the
+                             last. Of a block's dQ each makes one half
+  one of them      load      too: its four warps issue the TMA loads, one operand each. A producer
                              warpgroup would leave the others 240 registers, too few for S and dP of
                              the next block beside dQ of this one
 
 Shared memory (sizes in elements of q's type; `OneKernelSchedule.smem_bytes`)
-  sK   (tile_n, head_dim)              later dK
-  sV   (tile_n, head_dim_v)            later dV
+  sK   (tile_n, head_dim)
+  sV   (tile_n, head_dim_v)
   sQ   (tile_m, head_dim, stages)      and the LSE of those rows
   sdO  (tile_m, head_dim_v, grad_stages)  and their delta
   sdS  (tile_n, tile_m, 2)             written by both warpgroups, read by both
+  and the number of the next tile
 
 Hand-offs
-  k,v    one `PipelineTmaAsync` stage each, filled once
+  k,v    one `PipelineTmaAsync` stage each, filled once a tile
   q,dO   `PipelineTmaAsync`: Q with its LSE, dO with its delta; released by every warp once dK, and
          dV, of the block are done
   dS     the named barriers TURN: a warpgroup that gives the turn has stored its dS, too
+  tiles  the named barrier TILE_DONE: nobody begins a tile that the other has not come to
 
 A round is one block, and leaves no product in flight, which ptxas would not follow around the loop:
 
@@ -47,9 +51,13 @@ The warpgroups take turns at all five products, so that one computes while the o
 cores: products of two warpgroups at a time take them from each other in no useful order. A
 warpgroup comes to its turn with its dS(j) stored, and knows that the other one came so to the turn
 before: warpgroup 0 with dS(j), but warpgroup 1 with dS(j-1). Hence warpgroup 0 makes dQ of the
-block before. It begins with a dS of zeros, whose dQ is dropped, and has a turn more at the end. Two
-stages of dS are enough, because whoever gives the turn has finished its dQ; warpgroup 0 overwrites
-what it has just read, and so has its warps meet first.
+block before. It begins with a dS that is not of this tile, whose dQ is dropped, and has a turn more
+at the end. Two stages of dS are enough, because whoever gives the turn has finished its dQ;
+warpgroup 0 overwrites what it has just read, and so has its warps meet first.
+
+Where a tile ends warpgroup 0 stores its dK and dV while warpgroup 1 has its last turn, and
+warpgroup 1, which is done with all but K, requests the first blocks, V and K of the next tile. The
+gradients go from registers to global memory: shared memory is being filled.
 
 Shared memory is what is short: by `perf.roofline` a block of 64 rows of d128 takes 2688 clocks of
 the tensor cores and 2832 of shared memory. Loads by threads wait behind the operands of wgmma: on
@@ -74,7 +82,7 @@ import cutlass.pipeline as pipeline
 import cutlass.tensor_utils as tensor_utils
 import cutlass.utils.hopper_helpers as sm90
 from cutlass import BFloat16, Float16, Float32, Int32, Int64, Uint32, const_expr
-from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warp, warpgroup
+from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
 from cutlass.memory import SmemAllocator
 
 from fa4.kernels.blocks import accumulator, fake_tensors, global_view, row_statistics
@@ -82,7 +90,7 @@ from fa4.kernels.blocks.matmul import matmul
 from fa4.kernels.blocks.online_softmax import LOG2_E, soft_cap
 from fa4.kernels.blocks.row_range import RowRange, row_range
 from fa4.kernels.blocks.sequence_bounds import SequenceBounds, sequence_bounds
-from fa4.kernels.blocks.tile_order import Tile, count_tiles, locate_tile
+from fa4.kernels.blocks.tile_order import Tile, count_taken, count_tiles, locate_tile
 from fa4.kernels.blocks.tma_rings import Tma, load_block, stage_at, tma_copy, tma_ring
 from fa4.kernels.features import BackwardFeatures
 from fa4.kernels.sm90.backward_call import Call
@@ -99,11 +107,11 @@ DTYPES = {"bf16": BFloat16, "fp16": Float16}
 
 
 class Barrier(IntEnum):
-    """Named barriers; 0 is the CTA's own. All but BLOCKS_DONE take one id a warpgroup."""
+    """Named barriers; 0 is the CTA's own. All but TILE_DONE take one id a warpgroup."""
 
     TURN = 1
     OWN = 3
-    BLOCKS_DONE = 5
+    TILE_DONE = 5
 
 
 class Work(NamedTuple):
@@ -125,9 +133,10 @@ class Work(NamedTuple):
 class Shared(NamedTuple):
     """Shared memory; `t` is the same bytes with the modes exchanged.
 
-    halves (64, 16) bf16, all 0.5: the sixteen columns of a statistic are its eight terms twice
-    lse    (tile_m, 16, stages) bf16 terms, or with softcap (tile_m, stages) fp32
-    delta  (tile_m, 16, grad_stages) bf16 terms
+    halves     (64, 16) bf16, all 0.5: the sixteen columns of a statistic are its eight terms twice
+    lse        (tile_m, 16, stages) bf16 terms, or with softcap (tile_m, stages) fp32
+    delta      (tile_m, 16, grad_stages) bf16 terms
+    next_tile  (2,) int32, of tiles in turn
     """
 
     k: cute.Tensor
@@ -141,8 +150,7 @@ class Shared(NamedTuple):
     halves: cute.Tensor
     lse: cute.Tensor
     delta: cute.Tensor
-    dk: cute.Tensor
-    dv: cute.Tensor
+    next_tile: cute.Tensor
 
 
 class Rings(NamedTuple):
@@ -197,6 +205,19 @@ class Fragments(NamedTuple):
     dv: cute.Tensor
 
 
+class Progress(NamedTuple):
+    """What a CTA has done so far.
+
+    tiles   that it has taken
+    loaded  those of them that rows see, and whose K and V were loaded
+    blocks  of rows
+    """
+
+    tiles: Int32
+    loaded: Int32
+    blocks: Int32
+
+
 class Place(NamedTuple):
     """Where a thread is.
 
@@ -235,6 +256,7 @@ class HopperBackward:
         mdQ: cute.Tensor,
         mdK: cute.Tensor,
         mdV: cute.Tensor,
+        mCounter: cute.Tensor,
         mCuQ: Optional[cute.Tensor],
         mCuK: Optional[cute.Tensor],
         mUsedQ: Optional[cute.Tensor],
@@ -244,6 +266,7 @@ class HopperBackward:
         left: Int32,
         right: Int32,
         heads_in_group: Int32,
+        max_ctas: Int32,
         stream: cuda.CUstream,
     ):
         """Launch the kernel.
@@ -257,11 +280,14 @@ class HopperBackward:
                          sums of ds k, in the order that `kernels.backward_finish` reads;
                          head_dim is the schedule's
         mdK, mdV         like mK and mV; written whole, rows of padding with 0
+        mCounter         (1,) int32, 0 before and after: tiles taken beside each CTA's first
         mCuQ, mCuK       (batch + 1,) int32 where that side is packed
         mUsedQ, mUsedK   (batch,) int32 where lengths in use are given
         left, right      window bounds, read only by kernels that have them
         heads_in_group   (key head, batch entry) pairs that go through their key tiles together,
+        heads_in_group   (key head, batch entry) pairs that go through their key tiles together,
                          see `tile_order.locate_tile`
+        max_ctas         each takes tile after tile
         """
         schedule = self.schedule
         tile_m, tile_n = schedule.tile_m, schedule.tile_n
@@ -269,7 +295,6 @@ class HopperBackward:
         head_dim, head_dim_v = schedule.head_dim, schedule.head_dim_v
         q, k, v, do, dk, dv = [global_view.rows_first(t) for t in (mQ, mK, mV, mdO, mdK, mdV)]
 
-        row_major = tensor_utils.LayoutEnum.ROW_MAJOR
         # A 64-column dQ is cut into halves of 32: K's swizzle must not reach further.
         k_period = 32 if schedule.dq_columns == 32 else head_dim
         sK_layout, sKt_layout = self.both_ways(tile_n, head_dim, 1, k_period)
@@ -277,19 +302,11 @@ class HopperBackward:
         sQ_layout, sQt_layout = self.both_ways(tile_m, head_dim, stages, head_dim)
         sdO_layout, sdOt_layout = self.both_ways(tile_m, head_dim_v, grad_stages, head_dim_v)
         _, sdS_layout = self.both_ways(tile_n, tile_m, DS_STAGES, tile_m)
-        sdK_layout = sm90.make_smem_layout_epi(self.dtype, row_major, (KEYS, head_dim), WARPGROUPS)
-        sdV_layout = sm90.make_smem_layout_epi(
-            self.dtype, row_major, (KEYS, head_dim_v), WARPGROUPS
-        )
-
         load = cpasync.CopyBulkTensorTileG2SOp()
-        store = cpasync.CopyBulkTensorTileS2GOp()
         q_tma = tma_copy(load, q, self.q_is_ragged, sQ_layout, (tile_m, head_dim))
         do_tma = tma_copy(load, do, self.q_is_ragged, sdO_layout, (tile_m, head_dim_v))
         k_tma = tma_copy(load, k, self.k_is_ragged, sK_layout, (tile_n, head_dim))
         v_tma = tma_copy(load, v, self.k_is_ragged, sV_layout, (tile_n, head_dim_v))
-        dk_tma = tma_copy(store, dk, self.k_is_ragged, sdK_layout, (KEYS, head_dim))
-        dv_tma = tma_copy(store, dv, self.k_is_ragged, sdV_layout, (KEYS, head_dim_v))
 
         # One warpgroup's share each: 64 keys, or its part of dQ.
         products = Products(
@@ -306,6 +323,7 @@ class HopperBackward:
             v_barriers: cute.struct.MemRange[cutlass.Int64, 2]
             q_barriers: cute.struct.MemRange[cutlass.Int64, 2 * stages]
             do_barriers: cute.struct.MemRange[cutlass.Int64, 2 * grad_stages]
+            next_tile: cute.struct.MemRange[Int32, 2]
             halves: cute.struct.Align[cute.struct.MemRange[BFloat16, 64], 128]
             lse: cute.struct.Align[
                 cute.struct.MemRange[BFloat16, stages * tile_m * STATISTIC_TERMS], 128
@@ -313,8 +331,8 @@ class HopperBackward:
             delta: cute.struct.Align[
                 cute.struct.MemRange[BFloat16, grad_stages * tile_m * STATISTIC_TERMS], 128
             ]
-            sK: cute.struct.Align[cute.struct.MemRange[self.dtype, schedule.slab], 1024]
-            sV: cute.struct.Align[cute.struct.MemRange[self.dtype, schedule.slab], 1024]
+            sK: cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(sK_layout)], 1024]
+            sV: cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(sV_layout)], 1024]
             sQ: cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(sQ_layout)], 1024]
             sdO: cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(sdO_layout)], 1024]
             sdS: cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(sdS_layout)], 1024]
@@ -344,19 +362,20 @@ class HopperBackward:
         )
         self.kernel(
             (q_tma, k_tma, v_tma, do_tma),
-            (dk_tma, dv_tma),
             (dk, dv),
             (mStatistics, mTerms),
             mdQ,
+            mCounter,
             products,
             (sK_layout, sKt_layout, sV_layout, sQ_layout, sQt_layout, sdO_layout, sdOt_layout),
-            (sdS_layout, sdK_layout, sdV_layout),
+            sdS_layout,
             call,
         ).launch(
-            grid=(num_tiles * k.shape[2] * num_batches, 1, 1),
+            grid=(cutlass.min(num_tiles * k.shape[2] * num_batches, max_ctas), 1, 1),
             block=(schedule.threads, 1, 1),
             # Said to the assembler: a thread may have all the registers there are for it.
             min_blocks_per_mp=1,
+            use_pdl=True,
             stream=stream,
         )
 
@@ -394,24 +413,23 @@ class HopperBackward:
     def kernel(
         self,
         loads: tuple[Tma, Tma, Tma, Tma],
-        stores: tuple[Tma, Tma],
         gradients: tuple[cute.Tensor, cute.Tensor],
         statistics: tuple[cute.Tensor, cute.Tensor],
         mdQ: cute.Tensor,
+        mCounter: cute.Tensor,
         products: Products,
         load_layouts,
-        other_layouts,
+        sdS_layout,
         call: Call,
     ):
-        """A CTA: one tile of keys of one key head of one sequence."""
+        """A CTA: tile after tile of keys, each of one key head of one sequence."""
         schedule = self.schedule
         sK_layout, sKt_layout, sV_layout, sQ_layout, sQt_layout, sdO_layout, sdOt_layout = (
             load_layouts
         )
-        sdS_layout, sdK_layout, sdV_layout = other_layouts
         warp_idx = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         if warp_idx == 0:
-            for tma in (*loads, *stores):
+            for tma in loads:
                 cpasync.prefetch_descriptor(tma.atom)
 
         storage = SmemAllocator().allocate(self.shared_storage)
@@ -432,8 +450,7 @@ class HopperBackward:
             storage.halves.get_tensor(cute.make_layout(((8, 8), (8, 2)), stride=((8, 0), (1, 0)))),
             self.statistics_view(storage.lse, schedule.stages, self.scores_have_lse),
             self.statistics_view(storage.delta, schedule.grad_stages, True),
-            view(storage.sK, sdK_layout),
-            view(storage.sV, sdV_layout),
+            storage.next_tile.get_tensor(cute.make_layout(2)),
         )
         warps = 4 * WARPGROUPS
         stages, grad_stages = schedule.stages, schedule.grad_stages
@@ -454,7 +471,10 @@ class HopperBackward:
             cute.arch.fence_proxy("async.shared", space="cta")
         pipeline.pipeline_init_arrive(is_relaxed=True)
         pipeline.pipeline_init_wait()
-        self.attend(products, loads, stores, gradients, statistics, mdQ, shared, rings, call)
+        # Up to here this may overlap with the end of the kernel before it.
+        cute.arch.griddepcontrol_wait()
+        cute.arch.griddepcontrol_launch_dependents()
+        self.attend(products, loads, gradients, statistics, mdQ, mCounter, shared, rings, call)
 
     def statistics_view(self, field, stages: int, is_terms: bool):
         """The LSE or delta of each stage's rows: (rows, stages) fp32, or as a B operand.
@@ -472,11 +492,11 @@ class HopperBackward:
         return field.get_tensor(layout)
 
     @cute.jit
-    def locate(self, call: Call):
-        """This CTA's work; a slot of no tile has m_block past its rows."""
+    def locate(self, tile_idx: Int32, call: Call):
+        """The work of a tile; a slot of no tile has m_block past its rows."""
         schedule, features = self.schedule, self.features
         tile = locate_tile(
-            cute.arch.block_idx()[0],
+            tile_idx,
             call.num_tiles,
             call.heads_kv,
             call.num_batches,
@@ -522,18 +542,26 @@ class HopperBackward:
         return entry, first
 
     @cute.jit
-    def load_keys(self, loads: tuple[Tma, Tma, Tma, Tma], shared: Shared, rings: Rings, work: Work):
-        """Request K and V."""
+    def load_keys(
+        self,
+        loads: tuple[Tma, Tma, Tma, Tma],
+        shared: Shared,
+        rings: Rings,
+        work: Work,
+        loaded: Int32,
+    ):
+        """Request V and K of the tile behind ``loaded`` others, once those are done with."""
         schedule, tile = self.schedule, work.tile
         _, k_tma, v_tma, _ = loads
-        once = pipeline.PipelineState(1, Int32(0), Int32(0), Int32(1))
+        once = stage_at(loaded, 1, True)
         # Packed sequences are told apart by their rows, not by a batch mode.
         batch_k = Int32(0) if const_expr(self.features.packed_k) else tile.batch_idx
         keys = (tile.head_idx, batch_k, work.k.start, work.k.length)
         gK = self.tiles(k_tma, keys, (schedule.tile_n, schedule.head_dim))
         gV = self.tiles(v_tma, keys, (schedule.tile_n, schedule.head_dim_v))
-        load_block(k_tma, gK, shared.k, rings.k, tile.m_block, once)
+        # The K before is in use for longest.
         load_block(v_tma, gV, shared.v, rings.v, tile.m_block, once)
+        load_block(k_tma, gK, shared.k, rings.k, tile.m_block, once)
 
     @cute.jit
     def load_rows(
@@ -545,10 +573,12 @@ class HopperBackward:
         work: Work,
         call: Call,
         block: tuple[Int32, Int32, Int32],
+        first_warp: cutlass.Constexpr[int],
     ):
-        """Request what a block needs: each warp of warpgroup 0 one operand.
+        """Request what a block needs: each of four warps one operand.
 
-        block  its number in the CTA, its query head (of the group) and row block
+        block       its number in the CTA, its query head (of the group) and row block
+        first_warp  of the warpgroup that calls this
 
         Waits for free stages of q and do; the copies signal their full barriers. A statistic may
         arrive before its barrier is told what to expect: it counts bytes below zero, too.
@@ -563,7 +593,7 @@ class HopperBackward:
         first_row = (first_block + m_block) * schedule.tile_m
         state = stage_at(count, schedule.stages, True)
         grad_state = stage_at(count, schedule.grad_stages, True)
-        warp_idx = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        warp_idx = cute.arch.make_warp_uniform(cute.arch.warp_idx()) - first_warp
         if warp_idx == 0:
             gQ = self.tiles(q_tma, rows, (schedule.tile_m, schedule.head_dim))
             load_block(q_tma, gQ, shared.q, rings.q, m_block, state)
@@ -615,40 +645,101 @@ class HopperBackward:
         self,
         products: Products,
         loads: tuple[Tma, Tma, Tma, Tma],
-        stores: tuple[Tma, Tma],
         gradients: tuple[cute.Tensor, cute.Tensor],
         statistics: tuple[cute.Tensor, cute.Tensor],
         mdQ: cute.Tensor,
+        mCounter: cute.Tensor,
         shared: Shared,
         rings: Rings,
         call: Call,
     ):
-        """A warpgroup: everything about 64 keys, and half of each block's dQ."""
-        schedule = self.schedule
-        work = self.locate(call)
+        """A warpgroup: of every tile of the CTA 64 keys, and half of each block's dQ."""
         tidx = cute.arch.thread_idx()[0]
         wg = cute.arch.make_warp_uniform(tidx // WARPGROUP)
-        if const_expr(self.features.has_left_bound):
-            self.clear_hidden_keys(gradients, work, tidx)
-        if work.tile.m_block * schedule.tile_n < work.k.rows:
-            place = Place(wg, tidx % 4 * 2)
-            regs = self.fragments(products, shared, wg)
-            if work.num_blocks > 0:
-                self.attend_blocks(
-                    products, loads, statistics, mdQ, shared, rings, regs, place, work, call
+        place = Place(wg, tidx % 4 * 2)
+        regs = self.fragments(products, shared, wg)
+        self.zero_ds(shared, place)
+        sources = (loads, statistics, shared, rings)
+        num_tiles = call.num_tiles * call.heads_kv * call.num_batches
+        tile_idx = Int32(cute.arch.block_idx()[0])
+        tiles, loaded, blocks = Int32(0), Int32(0), Int32(0)
+        if wg == 1:
+            self.load_first(*sources, tile_idx, Progress(tiles, loaded, blocks), call)
+        while tile_idx < num_tiles:
+            work = self.locate(tile_idx, call)
+            total = work.num_blocks * (call.heads_q // call.heads_kv)
+            if const_expr(self.features.has_left_bound):
+                self.clear_hidden_keys(gradients, work, tidx)
+            regs.dk.fill(0.0)
+            regs.dv.fill(0.0)
+            of_keys = stage_at(loaded, 1, False)
+            last_block = Int32(0)
+            if total > 0:
+                progress = Progress(tiles, loaded, blocks)
+                last_block = self.attend_blocks(
+                    *(products, *sources, mdQ, mCounter),
+                    *(regs, place, work, progress, call),
                 )
-            else:
-                regs.dk.fill(0.0)
-                regs.dv.fill(0.0)
-            # The gradients of one warpgroup go where the other one may still read K for dQ.
-            self.barrier(Barrier.BLOCKS_DONE, WARPGROUPS).arrive_and_wait()
-            dk_tma, dv_tma = stores
-            one = Float32(1.0)
-            self.store_gradient(products.dv, dv_tma, regs.dv, shared.dv, one, place, work)
-            scale = call.softmax_scale
-            self.store_gradient(products.dk, dk_tma, regs.dk, shared.dk, scale, place, work)
-            # Shared memory has to outlive the copies that read it.
-            cute.arch.cp_async_bulk_wait_group(0, read=True)
+                rings.v.consumer_release(of_keys)
+                loaded = loaded + 1
+                blocks = blocks + total
+            elif tidx == WARPGROUP:
+                shared.next_tile[tiles % 2] = self.next_tile(mCounter, num_tiles)
+            if wg == 1:
+                if total > 0:
+                    rings.k.consumer_release(of_keys)
+                # One of its threads has written what all read.
+                self.barrier(Barrier.OWN + 1, 1).arrive_and_wait()
+                following = cute.arch.make_warp_uniform(shared.next_tile[tiles % 2])
+                self.load_first(*sources, following, Progress(tiles, loaded, blocks), call)
+            # Located again: there are no registers to keep it in.
+            work = self.locate(tile_idx, call)
+            dk, dv = gradients
+            self.store_gradient(regs.dv, dv, Float32(1.0), place, work)
+            self.store_gradient(regs.dk, dk, call.softmax_scale, place, work)
+            if (wg == 0) & (total > 0):
+                self.turn(0).arrive_and_wait()
+                acc_dq = self.request_dq(products, regs, ds_stage(blocks - 1))
+                warpgroup.wait_group(0)
+                self.add_dq(mdQ, acc_dq, place, last_block)
+                rings.k.consumer_release(of_keys)
+            self.barrier(Barrier.TILE_DONE, WARPGROUPS).arrive_and_wait()
+            tile_idx = cute.arch.make_warp_uniform(shared.next_tile[tiles % 2])
+            tiles = tiles + 1
+
+    @cute.jit
+    def next_tile(self, mCounter: cute.Tensor, num_tiles: Int32):
+        """One thread: a tile that no other CTA has taken; past the end if there is none."""
+        following = num_tiles
+        if num_tiles > cute.arch.grid_dim()[0]:
+            following = count_taken(mCounter, num_tiles) + cute.arch.grid_dim()[0]
+        return following
+
+    @cute.jit
+    def load_first(
+        self,
+        loads: tuple[Tma, Tma, Tma, Tma],
+        statistics: tuple[cute.Tensor, cute.Tensor],
+        shared: Shared,
+        rings: Rings,
+        tile_idx: Int32,
+        progress: Progress,
+        call: Call,
+    ):
+        """Warpgroup 1: request the first row blocks of a tile, V and K."""
+        if tile_idx < call.num_tiles * call.heads_kv * call.num_batches:
+            work = self.locate(tile_idx, call)
+            total = work.num_blocks * (call.heads_q // call.heads_kv)
+            head, block_idx = Int32(0), work.rows.first
+            for i in cutlass.range_constexpr(LOADED_AHEAD):
+                if i < total:
+                    block = (progress.blocks + i, head, block_idx)
+                    self.load_rows(
+                        loads, statistics, shared, rings, work, call, block, first_warp=4
+                    )
+                head, block_idx = self.next_block(head, block_idx, work.rows)
+            if (total > 0) & (cute.arch.make_warp_uniform(cute.arch.warp_idx()) == 4):
+                self.load_keys(loads, shared, rings, work, progress.loaded)
 
     @cute.jit
     def clear_hidden_keys(
@@ -743,115 +834,160 @@ class HopperBackward:
         products: Products,
         loads: tuple[Tma, Tma, Tma, Tma],
         statistics: tuple[cute.Tensor, cute.Tensor],
-        mdQ: cute.Tensor,
         shared: Shared,
         rings: Rings,
+        mdQ: cute.Tensor,
+        mCounter: cute.Tensor,
         regs: Fragments,
         place: Place,
         work: Work,
+        progress: Progress,
         call: Call,
     ):
         """All row blocks of all query heads of the group, one after the other.
 
-        Leaves dV and the unscaled dK in registers.
+        Leaves dV and the unscaled dK in registers, and the number of the tile to do next in shared
+        memory. Returns the last block's place in the dQ workspace.
         """
+        schedule = self.schedule
         total = work.num_blocks * (call.heads_q // call.heads_kv)
-        schedule, rows = self.schedule, work.rows
-        elements = schedule.tile_m * schedule.head_dim
         my_tile = WARPGROUPS * work.tile.m_block + place.warpgroup
         mine = self.rows_of(my_tile, work.q.length, work.k.length, KEYS, call)
         clear_first = mine.clear_first
         if (my_tile + 1) * KEYS > work.k.length:
             # Keys behind the last one have scores of 0, but weights of exp(-lse).
             clear_first = mine.clear_end
-        clear = (clear_first, mine.clear_end)
-
-        if cute.arch.make_warp_uniform(cute.arch.warp_idx()) == 0:
-            self.load_keys(loads, shared, rings, work)
-        # The next block to load.
-        load_head, load_block_idx = Int32(0), rows.first
-        for i in cutlass.range_constexpr(LOADED_AHEAD):
-            to_load = (Int32(i), load_head, load_block_idx)
-            if (place.warpgroup == 0) & (i < total):
-                self.load_rows(loads, statistics, shared, rings, work, call, to_load)
-            load_head, load_block_idx = self.next_block(load_head, load_block_idx, rows)
-
-        # Of the dQ workspace: where this head's blocks begin.
         entry, first_block = self.workspace_entry(work)
         head_idx = work.tile.head_idx * (call.heads_q // call.heads_kv)
         dq_head = (entry * call.heads_q + head_idx) * mdQ.shape[2] + first_block
-        head, m_block = Int32(0), rows.first
-        regs.dk.fill(0.0)
-        regs.dv.fill(0.0)
-        # Rounds between a warpgroup's dS and its dQ, and the block of the last round.
-        lag = 1 - place.warpgroup
-        last_block = Int32(0)
-        self.begin_turns(shared, place)
-        once = pipeline.PipelineState(1, Int32(0), Int32(0), Int32(0))
-        rings.k.consumer_wait(once)
-        rings.q.consumer_wait(stage_at(Int32(0), schedule.stages, False))
-        self.request_scores(products, regs, Int32(0))
-        rings.v.consumer_wait(once)
-        rings.do.consumer_wait(stage_at(Int32(0), schedule.grad_stages, False))
-        self.request_dp(products, regs, Int32(0))
-        warpgroup.wait_group(0)
-        for count in cutlass.range(cute.arch.make_warp_uniform(total), unroll=1):
-            state = stage_at(count, schedule.stages, False)
-            grad_state = stage_at(count, schedule.grad_stages, False)
-            if lag == 1:
-                # All its warps have finished the dQ whose dS gives its place to this one.
-                self.barrier(Barrier.OWN, 1).arrive_and_wait()
-            self.score_gradient(regs, shared, state.index, m_block, place, work, call, clear)
-            self.share_ds(regs, shared, place, count % DS_STAGES)
+        # Said to be uniform, or the compiler works them out again for every block.
+        uniform = cute.arch.make_warp_uniform
+        clear = (uniform(clear_first), uniform(mine.clear_end))
+        dq_head = uniform(dq_head)
+        first, end = uniform(work.rows.first), uniform(work.rows.end)
+        rows = work.rows._replace(first=first, end=end)
+        work = work._replace(rows=rows)
 
-            # Behind the last block, S and dP of that block once more, for nothing.
-            has_next = count + 1 < total
-            next_state = stage_at(count + 1, schedule.stages, False)
-            next_grad_state = stage_at(count + 1, schedule.grad_stages, False)
-            next_index = next_state.index if has_next else state.index
-            next_grad_index = next_grad_state.index if has_next else grad_state.index
-            if has_next:
-                rings.q.consumer_wait(next_state)
-                rings.do.consumer_wait(next_grad_state)
-            self.turn(place.warpgroup).arrive_and_wait()
-            acc_dq = self.request_dq(products, regs, (count + DS_STAGES - lag) % DS_STAGES)
-            if const_expr(schedule.requests_scores_early):
-                self.request_scores(products, regs, next_index)
-            p, ds = [accumulator.as_operand_a(x) for x in (regs.p, regs.rounded_ds)]
-            dot = regs.dot[None, None, None, grad_state.index]
-            matmul(products.dv, regs.dv, p, dot, True)
-            qt = regs.qt[None, None, None, state.index]
-            matmul(products.dk, regs.dk, ds, qt, True)
-            # dQ is done, what was requested behind it is not.
-            warpgroup.wait_group(3 if schedule.requests_scores_early else 2)
-            block = dq_head + head * mdQ.shape[2] + m_block
-            dq_block = last_block if lag == 1 else block
-            if count >= lag:
-                self.add_dq(mdQ, acc_dq, place, Int64(dq_block) * elements)
-            last_block = block
-            if const_expr(not schedule.requests_scores_early):
-                self.request_scores(products, regs, next_index)
+        if place.warpgroup == 1:
+            self.turn(0).arrive()
+        of_keys = stage_at(progress.loaded, 1, False)
+        state = stage_at(progress.blocks, schedule.stages, False)
+        rings.k.consumer_wait(of_keys)
+        rings.q.consumer_wait(state)
+        self.request_scores(products, regs, state.index)
+        state = stage_at(progress.blocks, schedule.grad_stages, False)
+        rings.v.consumer_wait(of_keys)
+        rings.do.consumer_wait(state)
+        self.request_dp(products, regs, state.index)
+        warpgroup.wait_group(0)
+
+        # (query head of the group, row block) of a block, and of the next one to load; the place of
+        # the block before in the dQ workspace.
+        to_load = (Int32(0), first)
+        for _ in cutlass.range_constexpr(LOADED_AHEAD):
+            to_load = self.next_block(*to_load, rows)
+        at = (Int32(0), first, *to_load, Int32(-1))
+        end_count = uniform(progress.blocks + total)
+        step = (products, loads, statistics, shared, rings, mdQ, regs, place, work, call)
+        step = (*step, clear, dq_head, end_count)
+        for count in cutlass.range(uniform(progress.blocks), end_count - 1, unroll=1):
+            at = self.attend_block(*step, at, count, is_last=False)
+        # Asked not before here, so that a CTA with a long tile does not hold another one, and
+        # answered while the last block is at work.
+        following = Int32(0)
+        if cute.arch.thread_idx()[0] == WARPGROUP:
+            num_tiles = call.num_tiles * call.heads_kv * call.num_batches
+            following = self.next_tile(mCounter, num_tiles)
+        at = self.attend_block(*step, at, end_count - 1, is_last=True)
+        if cute.arch.thread_idx()[0] == WARPGROUP:
+            shared.next_tile[progress.tiles % 2] = following
+        return at[-1]
+
+    @cute.jit
+    def attend_block(
+        self,
+        products: Products,
+        loads: tuple[Tma, Tma, Tma, Tma],
+        statistics: tuple[cute.Tensor, cute.Tensor],
+        shared: Shared,
+        rings: Rings,
+        mdQ: cute.Tensor,
+        regs: Fragments,
+        place: Place,
+        work: Work,
+        call: Call,
+        clear: tuple[Int32, Int32],
+        dq_head: Int32,
+        end_count: Int32,
+        at: tuple[Int32, Int32, Int32, Int32, Int32],
+        count: Int32,
+        is_last: cutlass.Constexpr[bool],
+    ):
+        """A warpgroup's round: from S and dP of the ``count``-th block to those of the next one.
+
+        clear      row blocks in which the warpgroup needs no mask: [first, end)
+        dq_head    block of the dQ workspace where those of the group's first query head begin
+        end_count  of the tile's blocks
+        at         as `attend_blocks` begins with; returned for the next block
+        """
+        schedule, rows = self.schedule, work.rows
+        head, m_block, load_head, load_block_idx, last_block = at
+        # Rounds between a warpgroup's dS and its dQ.
+        lag = 1 - place.warpgroup
+        state = stage_at(count, schedule.stages, False)
+        grad_state = stage_at(count, schedule.grad_stages, False)
+        if lag == 1:
+            # All its warps have finished the dQ whose dS gives its place to this one.
+            self.barrier(Barrier.OWN, 1).arrive_and_wait()
+        self.score_gradient(regs, shared, state.index, m_block, place, work, call, clear)
+        self.share_ds(regs, shared, place, ds_stage(count))
+
+        next_state = stage_at(count + 1, schedule.stages, False)
+        next_grad_state = stage_at(count + 1, schedule.grad_stages, False)
+        if const_expr(not is_last):
+            rings.q.consumer_wait(next_state)
+            rings.do.consumer_wait(next_grad_state)
+        # Where they are requested, S is in front of dV and dK, or behind dQ's addition.
+        early = const_expr(schedule.requests_scores_early and not is_last)
+        self.turn(place.warpgroup).arrive_and_wait()
+        acc_dq = self.request_dq(products, regs, ds_stage(count + DS_STAGES - lag))
+        if const_expr(early):
+            self.request_scores(products, regs, next_state.index)
+        p, ds = [accumulator.as_operand_a(x) for x in (regs.p, regs.rounded_ds)]
+        dot = regs.dot[None, None, None, grad_state.index]
+        matmul(products.dv, regs.dv, p, dot, True)
+        qt = regs.qt[None, None, None, state.index]
+        matmul(products.dk, regs.dk, ds, qt, True)
+        # dQ is done, what was requested behind it is not.
+        warpgroup.wait_group(3 if early else 2)
+        block = dq_head + head * mdQ.shape[2] + m_block
+        dq_block = last_block if lag == 1 else block
+        if dq_block >= 0:
+            self.add_dq(mdQ, acc_dq, place, dq_block)
+        if const_expr(is_last):
+            self.turn(1 - place.warpgroup).arrive()
+            warpgroup.wait_group(0)
+        else:
+            if const_expr(not early):
+                self.request_scores(products, regs, next_state.index)
             # dK is not done, or S; dP takes registers of what is.
             warpgroup.wait_group(1)
-            self.request_dp(products, regs, next_grad_index)
+            self.request_dp(products, regs, next_grad_state.index)
             self.turn(1 - place.warpgroup).arrive()
             # All but dP is done, or but S and dP.
-            warpgroup.wait_group(1 if schedule.requests_scores_early else 2)
-            rings.do.consumer_release(grad_state)
-            rings.q.consumer_release(state)
+            warpgroup.wait_group(1 if early else 2)
+        rings.do.consumer_release(grad_state)
+        rings.q.consumer_release(state)
 
+        if const_expr(not is_last):
             # In the stage of block count - 1, with which both are done, or soon.
-            to_load = (count + LOADED_AHEAD, load_head, load_block_idx)
-            if (place.warpgroup == 0) & (count + LOADED_AHEAD < total):
-                self.load_rows(loads, statistics, shared, rings, work, call, to_load)
+            if (place.warpgroup == 0) & (count + LOADED_AHEAD < end_count):
+                to_load = (count + LOADED_AHEAD, load_head, load_block_idx)
+                self.load_rows(loads, statistics, shared, rings, work, call, to_load, first_warp=0)
             load_head, load_block_idx = self.next_block(load_head, load_block_idx, rows)
             head, m_block = self.next_block(head, m_block, rows)
             warpgroup.wait_group(0)
-        if lag == 1:
-            self.turn(0).arrive_and_wait()
-            acc_dq = self.request_dq(products, regs, (total - 1) % DS_STAGES)
-            warpgroup.wait_group(0)
-            self.add_dq(mdQ, acc_dq, place, Int64(last_block) * elements)
+        return head, m_block, load_head, load_block_idx, block
 
     @cute.jit
     def next_block(self, head: Int32, m_block: Int32, rows: RowRange):
@@ -879,8 +1015,8 @@ class HopperBackward:
         matmul(products.scores, regs.dp, regs.v, do, False, more)
 
     @cute.jit
-    def begin_turns(self, shared: Shared, place: Place):
-        """Give warpgroup 0 the first turn, and zeros for the dS that it multiplies in it."""
+    def zero_ds(self, shared: Shared, place: Place):
+        """Zeros for the dS that warpgroup 0 multiplies in its first turn."""
         elements = self.schedule.tile_n * self.schedule.tile_m
         threads = self.schedule.threads
         # Zeros need no swizzle.
@@ -895,8 +1031,6 @@ class HopperBackward:
         for i in cutlass.range_constexpr(cute.size(stage, mode=[2])):
             cute.autovec_copy(zeros, stage[None, thread, i])
         cute.arch.fence_proxy("async.shared", space="cta")
-        if place.warpgroup == 1:
-            self.turn(0).arrive()
 
     def turn(self, warpgroup: Int32):
         """The named barrier at which a warpgroup waits for the other one to give it the turn."""
@@ -1027,8 +1161,10 @@ class HopperBackward:
         cute.arch.fence_proxy("async.shared", space="cta")
 
     @cute.jit
-    def add_dq(self, mdQ: cute.Tensor, acc: cute.Tensor, place: Place, dq: Int64):
-        """Add a warpgroup's part of a block's dQ to the workspace, where the block begins at dq.
+    def add_dq(self, mdQ: cute.Tensor, acc: cute.Tensor, place: Place, block: Int32):
+        """Add a warpgroup's part of a block's dQ to the workspace.
+
+        block  of the workspace: counted through its heads and batch entries
 
         The workspace has, for each 64 rows and then each 8 columns, the four registers of each
         thread of the warpgroup that holds them: additions of 16 bytes a thread, in one piece.
@@ -1036,6 +1172,7 @@ class HopperBackward:
         schedule = self.schedule
         octets = schedule.dq_columns // 8
         values = cute.make_tensor(acc.iterator, cute.make_layout((4, octets)))
+        dq = Int64(block) * (schedule.tile_m * schedule.head_dim)
         target = mdQ.iterator + (dq + place.warpgroup * (schedule.dq_octet_step * OCTET))
         target = target + thread_of_warpgroup() * 4
         # What both warpgroups have (d96), warpgroup 0 adds.
@@ -1050,45 +1187,38 @@ class HopperBackward:
     @cute.jit
     def store_gradient(
         self,
-        tiled_mma: cute.TiledMma,
-        tma: Tma,
         acc: cute.Tensor,
-        sX: cute.Tensor,
+        gradient: cute.Tensor,
         factor: Float32,
         place: Place,
         work: Work,
     ):
-        """factor * acc -> stmatrix -> this warpgroup's slab of sX -> TMA store, clipped.
+        """factor * acc -> this warpgroup's rows of the gradient, in pieces of 16 bytes.
 
         Rows of padding get what their masked accumulators hold: 0.
         """
-        tile, wg, thread = work.tile, place.warpgroup, thread_of_warpgroup()
-        slab = sX[None, None, wg]
+        tile, thread = work.tile, thread_of_warpgroup()
+        lane = thread % 32
+        if const_expr(self.features.packed_k):
+            rows = gradient[None, None, tile.head_idx]
+        else:
+            rows = gradient[None, None, tile.head_idx, tile.batch_idx]
         acc.store(acc.load() * factor)
         rounded = cute.make_rmem_tensor_like(acc, self.dtype)
         accumulator.round_into(rounded, acc)
-        stmatrix = cute.make_copy_atom(warp.StMatrix8x8x16bOp(False, 4), self.dtype)
-        r2s = cute.make_tiled_copy_C(stmatrix, tiled_mma)
-        thr = r2s.get_slice(thread)
-        cute.copy(r2s, thr.retile(rounded), thr.partition_D(slab))
-        # Make these writes visible to the TMA engine before anyone starts it.
-        cute.arch.fence_proxy("async.shared", space="cta")
-        self.barrier(Barrier.OWN + wg, 1).arrive_and_wait()
-        if cute.arch.make_warp_uniform(thread // 32) == 0:
-            batch_idx = Int32(0) if const_expr(self.features.packed_k) else tile.batch_idx
-            rows = global_view.one_sequence(
-                tma.tensor, tma.units, work.k.start, work.k.rows, tile.head_idx, batch_idx
-            )
-            gX = cute.local_tile(rows, (KEYS, cute.size(slab, mode=[1])), (None, 0))
-            tXsX, tXgX = cpasync.tma_partition(
-                tma.atom,
-                0,
-                cute.make_layout(1),
-                cute.group_modes(slab, 0, 2),
-                cute.group_modes(gX, 0, 2),
-            )
-            cute.copy(tma.atom, tXsX, tXgX[None, WARPGROUPS * tile.m_block + wg])
-            cute.arch.cp_async_bulk_commit_group()
+        packed = cute.recast_tensor(rounded, Int32)
+        first = (WARPGROUPS * tile.m_block + place.warpgroup) * KEYS + thread // 32 * 16 + lane // 4
+        for r in cutlass.range_constexpr(2):
+            row = first + 8 * r
+            for four in cutlass.range_constexpr(cute.size(packed) // 8):
+                piece = cute.make_rmem_tensor(4, Int32)
+                for i in cutlass.range_constexpr(4):
+                    piece[i] = packed[2 * (4 * four + i) + r]
+                accumulator.transpose_quad(piece, lane)
+                octet = 4 * four + lane % 4
+                if (row < work.k.rows) & (octet * 8 < gradient.shape[1]):
+                    target = cute.local_tile(rows[work.k.start + row, None], (8,), (octet,))
+                    cute.autovec_copy(cute.recast_tensor(piece, self.dtype), target)
 
 
 @cute.jit
@@ -1105,6 +1235,11 @@ def thread_of_warpgroup():
     )
     # Unsigned, or each quotient of what might be negative took five instructions more.
     return Int32(Uint32(thread) % WARPGROUP)
+
+
+def ds_stage(count: Int32):
+    """Where the ``count``-th block's dS is; unsigned, because a signed remainder takes more."""
+    return Int32(Uint32(count) % DS_STAGES)
 
 
 @cute.jit
@@ -1132,7 +1267,9 @@ def compile_backward(
         fake_tensors.strided(Float32, 4, align=16),
         fake_tensors.rows(dtype, features.packed_k),
         fake_tensors.rows(dtype, features.packed_k),
+        fake_tensors.vector(True),
         *fake_tensors.backward_numbers(features),
+        Int32(1),
         fake_tensors.stream(),
         options=fake_tensors.options(arch, options),
     )

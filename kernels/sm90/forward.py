@@ -69,7 +69,7 @@ from fa4.kernels.blocks.online_softmax import (
     soft_cap,
 )
 from fa4.kernels.blocks.sequence_bounds import SequenceBounds, sequence_bounds
-from fa4.kernels.blocks.tile_order import Tile, count_tiles, locate_tile
+from fa4.kernels.blocks.tile_order import Tile, count_taken, count_tiles, locate_tile
 from fa4.kernels.blocks.tma_rings import Tma, load_block, stage_at, tma_copy, tma_ring
 from fa4.kernels.features import ForwardFeatures
 from fa4.pipelines.registers import WARPGROUP
@@ -516,19 +516,14 @@ class HopperForward:
     def next_tile(self, mCounter: cute.Tensor, call: Call):
         """Index of a tile that no other CTA has taken; past the end if there is none.
 
-        Each tile is followed by one question, whoever asks, and the first tiles are not asked for:
-        as many questions as tiles, after which the counter is 0 again. Where every CTA has one
-        tile nobody asks, because a small launch would notice the time that an answer takes.
+        Where every CTA has one tile nobody asks, because a small launch would notice the time that
+        an answer takes.
         """
         following = call.num_tiles
         if call.num_tiles > cute.arch.grid_dim()[0]:
             taken = Int32(0)
             if cute.arch.lane_idx() == 0:
-                taken = cute.arch.inline_ptx(
-                    "atom.global.relaxed.gpu.inc.u32 {$w0}, [{$r0}], {$r1};",
-                    write_only_types=[Int32],
-                    read_only_args=[mCounter.iterator.toint(), call.num_tiles - 1],
-                )
+                taken = count_taken(mCounter, call.num_tiles)
             following = cute.arch.make_warp_uniform(taken) + cute.arch.grid_dim()[0]
         return following
 

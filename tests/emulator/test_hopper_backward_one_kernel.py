@@ -151,6 +151,26 @@ def test_no_race_is_found_under_any_interleaving(case: Case, schedule: dict[str,
         assert_right(call, check_races=True, **options)
 
 
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case((300,), (400,), 1, 1, causal=True),
+        Case((150,), (300,), 4, 2, head_dim=128),
+        Case((70,), (300,), 1, 1, window_size=(20, 10)),  # tiles that no row sees, first
+        Case((400,), (300,), 1, 1, window_size=(10, 10)),
+        Case((60, 60), (300, 300), 1, 1, used_q=(33, 0), used_k=(41, 300)),  # in between, and last
+        Case((200, 0, 1), (1, 300, 130), 1, 1, packed_q=True, packed_k=True, tail_k=200),
+        Case((90,), (260,), 1, 1, head_dim=96, softcap=4.0, causal=True),
+    ],
+    ids=str,
+)
+def test_one_cta_takes_tile_after_tile(case: Case) -> None:
+    """Rings, turns and the places of dS go on where the tile before has left them."""
+    call = make_call(case)
+    assert_right(call, multiprocessors=1, check_races=True, schedule="adversarial", seed=1)
+    assert_right(call, multiprocessors=2, check_races=True, schedule="random", seed=2)
+
+
 def test_gradients_of_keys_and_values_do_not_depend_on_how_warps_take_turns() -> None:
     """Only dQ is summed up by several CTAs, in an order that may change."""
     call = make_call(Case((200,), (280,), 2, 1, head_dim=128, causal=True))
@@ -221,8 +241,10 @@ def test_shared_memory_is_what_the_schedule_says() -> None:
 REDUNDANT = {
     # Before they are loaded first nobody has used the buffers of K and V, and of Q and dO of two
     # blocks. With 128 rows in a block whoever gives the turn has finished with its Q and dO, so
-    # that the loads in the loop need not wait either; with 64 rows dK may still read them.
-    "mbarrier wait": 2 + 4 + 2,
+    # that the loads in the loop need not wait either; with 64 rows dK may still read them. Whoever
+    # has had the last turn of a tile knows that V is free, and the buffers of the two blocks that
+    # the next tile begins with: three stages are more than the block in use and those.
+    "mbarrier wait": 2 + 4 + 2 + 1 + 4,
     # Behind the halves: warpgroup 0 fences its first dS, too, before anyone reads them here.
     "proxy fence": 1,
 }
@@ -254,7 +276,8 @@ def test_missing_synchronisation_is_noticed() -> None:
 
 def prepare_gradients(call: Call) -> tuple[PreparedRun, Gradients]:
     """The kernel of the gradients, ready to run with its statistics filled in."""
-    steps, gradients, _ = backward_steps(call.decision, *call.arguments)
+    # One CTA, so that it takes several tiles.
+    steps, gradients, _ = backward_steps(call.decision, *call.arguments, multiprocessors=1)
     prepare_step(steps[0]).execute()
     return prepare_step(steps[1]), Gradients(*gradients, None)
 
