@@ -163,7 +163,7 @@ def backward_steps(
             dtype=torch.float32,
             device=q.device,
         )
-    dq, dk, dv = (torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in (q, k, v))
+    dq, dk, dv = (torch.empty_like(t, memory_format=torch.contiguous_format) for t in (q, k, v))
     right = problem.window_right or 0
     scalars = (problem.softmax_scale, problem.softcap, problem.window_left or 0, right)
     steps = [

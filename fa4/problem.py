@@ -222,6 +222,11 @@ def layout_fault(name: str, tensor: Tensor, is_clipped: bool = False) -> str | N
     size = tensor.element_size()
     if tensor.numel() == 0:
         return None
+    if not is_clipped and tensor.is_contiguous():
+        # The usual case, in a third of the time: rows are what all other modes consist of.
+        row_bytes = tensor.shape[-1] * size
+        if (row_bytes | tensor.data_ptr()) % TMA_ALIGNMENT == 0:
+            return None
     fault = last_stride_fault(name, tensor)
     if fault is not None:
         return fault
