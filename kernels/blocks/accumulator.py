@@ -65,6 +65,39 @@ def round_pair(low: Float32, high: Float32, element_type: cutlass.Constexpr):
 
 
 @cute.jit
+def store_rows(
+    rounded: cute.Tensor,
+    rows: cute.Tensor,
+    start: Int32,
+    first: Int32,
+    end: Int32,
+    thread: Int32,
+):
+    """Write an accumulator's 64 rows to global memory, 16 bytes a thread at a time.
+
+    rounded     of shape ((2, 2, N/8), 1, 1) in 16 bits; N is a multiple of 32
+    rows        (rows, dim) whose rows are multiples of 16 bytes; columns behind dim are dropped
+    start       row that rows are counted from; the accumulator's are [first, first + 64) of them
+    end         rows from there on are dropped
+    thread      of the warpgroup
+    """
+    lane = thread % 32
+    packed = cute.recast_tensor(rounded, Int32)
+    for r in cutlass.range_constexpr(2):
+        row = first + thread // 32 * 16 + lane // 4 + 8 * r
+        # A quad has eight columns of a row in a register each: four such octets change hands.
+        for four in cutlass.range_constexpr(cute.size(packed) // 8):
+            piece = cute.make_rmem_tensor(4, Int32)
+            for i in cutlass.range_constexpr(4):
+                piece[i] = packed[2 * (4 * four + i) + r]
+            transpose_quad(piece, lane)
+            octet = 4 * four + lane % 4
+            if (row < end) & (octet * 8 < rows.shape[1]):
+                target = cute.local_tile(rows[start + row, None], (8,), (octet,))
+                cute.autovec_copy(cute.recast_tensor(piece, rounded.element_type), target)
+
+
+@cute.jit
 def transpose_quad(piece: cute.Tensor, lane: Int32):
     """Exchange four registers in each four lanes: lane q's i-th becomes lane i's q-th."""
     for bit in cutlass.range_constexpr(2):

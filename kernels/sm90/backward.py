@@ -1193,12 +1193,11 @@ class HopperBackward:
         place: Place,
         work: Work,
     ):
-        """factor * acc -> this warpgroup's rows of the gradient, in pieces of 16 bytes.
+        """factor * acc -> this warpgroup's rows of the gradient.
 
         Rows of padding get what their masked accumulators hold: 0.
         """
-        tile, thread = work.tile, thread_of_warpgroup()
-        lane = thread % 32
+        tile = work.tile
         if const_expr(self.features.packed_k):
             rows = gradient[None, None, tile.head_idx]
         else:
@@ -1206,19 +1205,9 @@ class HopperBackward:
         acc.store(acc.load() * factor)
         rounded = cute.make_rmem_tensor_like(acc, self.dtype)
         accumulator.round_into(rounded, acc)
-        packed = cute.recast_tensor(rounded, Int32)
-        first = (WARPGROUPS * tile.m_block + place.warpgroup) * KEYS + thread // 32 * 16 + lane // 4
-        for r in cutlass.range_constexpr(2):
-            row = first + 8 * r
-            for four in cutlass.range_constexpr(cute.size(packed) // 8):
-                piece = cute.make_rmem_tensor(4, Int32)
-                for i in cutlass.range_constexpr(4):
-                    piece[i] = packed[2 * (4 * four + i) + r]
-                accumulator.transpose_quad(piece, lane)
-                octet = 4 * four + lane % 4
-                if (row < work.k.rows) & (octet * 8 < gradient.shape[1]):
-                    target = cute.local_tile(rows[work.k.start + row, None], (8,), (octet,))
-                    cute.autovec_copy(cute.recast_tensor(piece, self.dtype), target)
+        first = (WARPGROUPS * tile.m_block + place.warpgroup) * KEYS
+        thread = thread_of_warpgroup()
+        accumulator.store_rows(rounded, rows, work.k.start, first, work.k.rows, thread)
 
 
 @cute.jit
