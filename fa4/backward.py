@@ -9,6 +9,7 @@ rounded up to the kernels' blocks.
 
 from __future__ import annotations
 
+import contextlib
 import math
 from typing import Any, NamedTuple
 
@@ -91,14 +92,12 @@ def attention_backward(
         return attention_backward_reference(problem, *operands)
     if backend == "emulator":
         return emulate_backward(decision, *operands)
-    steps, gradients, statistics = backward_steps(
-        decision, *operands, multiprocessor_count(q.device)
-    )
-    if torch.cuda.device_count() > 1 and torch.cuda.current_device() != q.device.index:
-        with torch.cuda.device(q.device):
-            for step in steps:
-                get_kernel(step.spec)(*step.arguments)
-    else:
+    is_elsewhere = torch.cuda.device_count() > 1 and torch.cuda.current_device() != q.device.index
+    # Counters of tiles, too, are those of the device's current stream.
+    with torch.cuda.device(q.device) if is_elsewhere else contextlib.nullcontext():
+        steps, gradients, statistics = backward_steps(
+            decision, *operands, multiprocessor_count(q.device)
+        )
         for step in steps:
             get_kernel(step.spec)(*step.arguments)
     return Gradients(*gradients, sink_gradient(sink, statistics))
