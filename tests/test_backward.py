@@ -4,9 +4,11 @@ The reference's backward pass is held against autograd through its forward pass,
 apart from it: both in float64, over shapes, masks, lengths and options.
 """
 
+import contextlib
 import dataclasses
 import itertools
 import math
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -24,6 +26,7 @@ from fa4.backward import (
     sink_gradient,
     statistics_shape,
 )
+from fa4.compiler import KernelSpec
 from fa4.dispatch import UnsupportedProblemError, decide_backward
 from fa4.kernels.features import HEAD_DIM_CLASSES
 from fa4.launch import Lengths
@@ -412,6 +415,44 @@ def test_packed_sequences_have_room_for_their_blocks(
         assert first >= end
         end = first + -(-length // tile_m)
     assert end * tile_m <= rows
+
+
+def test_everything_of_a_call_happens_on_the_tensors_device(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """With several devices another one may be current: kernels, and the counter of its stream."""
+    current = [1]
+    seen: list[tuple[str, int]] = []
+
+    @contextlib.contextmanager
+    def device(wanted: torch.device) -> Iterator[None]:
+        before, current[0] = current[0], wanted.index
+        yield
+        current[0] = before
+
+    def counters(wanted: torch.device, count: int) -> torch.Tensor:
+        seen.append(("counter", current[0]))
+        return torch.zeros(count, dtype=torch.int32)
+
+    def kernel(spec: KernelSpec) -> Callable[..., None]:
+        return lambda *arguments: seen.append((spec.entry, current[0]))
+
+    for name, fake in (("device_counters", counters), ("get_kernel", kernel)):
+        monkeypatch.setattr(backward, name, fake)
+    monkeypatch.setattr(backward, "architecture_of", lambda device: ("sm_90a", "a faked Hopper"))
+    monkeypatch.setattr(backward, "multiprocessor_count", lambda device: 132)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: current[0])
+    monkeypatch.setattr(torch.cuda, "device", device)
+    inputs = make_inputs(Case((20,), (30,), 2, 2, head_dim=64))
+    out, lse = forward_of(inputs)
+    backward.attention_backward(
+        *(problem_of(inputs), inputs.q, inputs.k, inputs.v, Lengths(), None),
+        *(out, lse, torch.ones_like(out)),
+    )
+    assert len(seen) == 4
+    assert {where for _, where in seen} == {inputs.q.device.index}
+    assert current == [1]
 
 
 def test_workspaces_are_linear_in_rows() -> None:

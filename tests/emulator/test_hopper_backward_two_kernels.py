@@ -153,9 +153,9 @@ REDUNDANT = {
     2: {
         # Before each warpgroup's Q and dO are loaded nobody has used their stages.
         "mbarrier wait": 2 * 2,
-        # In front of the store, as above; the last turn, which nobody waits behind. Turns protect no
-        # data, they only order requests: that one in the loop is not waited for shows where it is
-        # left over at the end, and not where two of them make up a whole barrier.
+        # In front of the store, as above; the last turn, which nobody waits behind. Turns protect
+        # no data, they only order requests: that one in the loop is not waited for shows where it
+        # is left over at the end, and not where two of them make up a whole barrier.
         "named barrier sync": 3,
     },
 }
