@@ -89,6 +89,7 @@ class BackwardFinish:
             dq = mdQ[None, None, head_idx]
         else:
             dq = mdQ[None, None, head_idx, entry]
+        # Launched before the kernel in front has ended.
         cute.arch.griddepcontrol_wait()
         sums = mSums[entry, head_idx, block, None]
         zeros = cute.make_rmem_tensor(8, self.dtype)

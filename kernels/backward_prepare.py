@@ -104,6 +104,7 @@ class BackwardPrepare:
     ):
         """A CTA: tile_m rows of one head of one sequence."""
         features, schedule = self.features, self.schedule
+        # The kernel behind may be launched; it waits for the end of this one.
         cute.arch.griddepcontrol_launch_dependents()
         tile_m = schedule.tile_m
         heads = mO.shape[2]
