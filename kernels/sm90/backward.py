@@ -471,7 +471,7 @@ class HopperBackward:
             cute.arch.fence_proxy("async.shared", space="cta")
         pipeline.pipeline_init_arrive(is_relaxed=True)
         pipeline.pipeline_init_wait()
-        # Launched before the kernel in front has ended; the one behind may be, which waits likewise.
+        # Launched before the kernel in front has ended; so may be the one behind, which waits too.
         cute.arch.griddepcontrol_wait()
         cute.arch.griddepcontrol_launch_dependents()
         self.attend(products, loads, gradients, statistics, mdQ, mCounter, shared, rings, call)
