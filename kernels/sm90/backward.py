@@ -162,6 +162,19 @@ class Rings(NamedTuple):
     do: pipeline.PipelineTmaAsync
 
 
+class Sources(NamedTuple):
+    """What is loaded, and where to.
+
+    loads       TMA copies of Q, K, V and dO
+    statistics  in global memory: fp32, and as terms
+    """
+
+    loads: tuple[Tma, Tma, Tma, Tma]
+    statistics: tuple[cute.Tensor, cute.Tensor]
+    shared: Shared
+    rings: Rings
+
+
 class Products(NamedTuple):
     """The tiled MMAs: scores and dP, their k-step of statistics, dV, dK, dQ."""
 
@@ -474,7 +487,8 @@ class HopperBackward:
         # Launched before the kernel in front has ended; so may be the one behind, which waits too.
         cute.arch.griddepcontrol_wait()
         cute.arch.griddepcontrol_launch_dependents()
-        self.attend(products, loads, gradients, statistics, mdQ, mCounter, shared, rings, call)
+        sources = Sources(loads, statistics, shared, rings)
+        self.attend(products, sources, gradients, mdQ, mCounter, call)
 
     def statistics_view(self, field, stages: int, is_terms: bool):
         """The LSE or delta of each stage's rows: (rows, stages) fp32, or as a B operand.
@@ -542,17 +556,10 @@ class HopperBackward:
         return entry, first
 
     @cute.jit
-    def load_keys(
-        self,
-        loads: tuple[Tma, Tma, Tma, Tma],
-        shared: Shared,
-        rings: Rings,
-        work: Work,
-        loaded: Int32,
-    ):
+    def load_keys(self, sources: Sources, work: Work, loaded: Int32):
         """Request V and K of the tile behind ``loaded`` others, once those are done with."""
         schedule, tile = self.schedule, work.tile
-        _, k_tma, v_tma, _ = loads
+        (_, k_tma, v_tma, _), _, shared, rings = sources
         once = stage_at(loaded, 1, True)
         # Packed sequences are told apart by their rows, not by a batch mode.
         batch_k = Int32(0) if const_expr(self.features.packed_k) else tile.batch_idx
@@ -566,10 +573,7 @@ class HopperBackward:
     @cute.jit
     def load_rows(
         self,
-        loads: tuple[Tma, Tma, Tma, Tma],
-        statistics: tuple[cute.Tensor, cute.Tensor],
-        shared: Shared,
-        rings: Rings,
+        sources: Sources,
         work: Work,
         call: Call,
         block: tuple[Int32, Int32, Int32],
@@ -584,8 +588,7 @@ class HopperBackward:
         arrive before its barrier is told what to expect: it counts bytes below zero, too.
         """
         schedule = self.schedule
-        q_tma, _, _, do_tma = loads
-        mStatistics, mTerms = statistics
+        (q_tma, _, _, do_tma), (mStatistics, mTerms), shared, rings = sources
         count, head, m_block = block
         head_idx = work.tile.head_idx * (call.heads_q // call.heads_kv) + head
         entry, first_block = self.workspace_entry(work)
@@ -644,27 +647,24 @@ class HopperBackward:
     def attend(
         self,
         products: Products,
-        loads: tuple[Tma, Tma, Tma, Tma],
+        sources: Sources,
         gradients: tuple[cute.Tensor, cute.Tensor],
-        statistics: tuple[cute.Tensor, cute.Tensor],
         mdQ: cute.Tensor,
         mCounter: cute.Tensor,
-        shared: Shared,
-        rings: Rings,
         call: Call,
     ):
         """A warpgroup: of every tile of the CTA 64 keys, and half of each block's dQ."""
         tidx = cute.arch.thread_idx()[0]
         wg = cute.arch.make_warp_uniform(tidx // WARPGROUP)
         place = Place(wg, tidx % 4 * 2)
+        shared, rings = sources.shared, sources.rings
         regs = self.fragments(products, shared, wg)
         self.zero_ds(shared, place)
-        sources = (loads, statistics, shared, rings)
         num_tiles = call.num_tiles * call.heads_kv * call.num_batches
         tile_idx = Int32(cute.arch.block_idx()[0])
         tiles, loaded, blocks = Int32(0), Int32(0), Int32(0)
         if wg == 1:
-            self.load_first(*sources, tile_idx, Progress(tiles, loaded, blocks), call)
+            self.load_first(sources, tile_idx, Progress(tiles, loaded, blocks), call)
         while tile_idx < num_tiles:
             work = self.locate(tile_idx, call)
             total = work.num_blocks * (call.heads_q // call.heads_kv)
@@ -677,8 +677,7 @@ class HopperBackward:
             if total > 0:
                 progress = Progress(tiles, loaded, blocks)
                 last_block = self.attend_blocks(
-                    *(products, *sources, mdQ, mCounter),
-                    *(regs, place, work, progress, call),
+                    products, sources, mdQ, mCounter, regs, place, work, progress, call
                 )
                 rings.v.consumer_release(of_keys)
                 loaded = loaded + 1
@@ -691,7 +690,7 @@ class HopperBackward:
                 # One of its threads has written what all read.
                 self.barrier(Barrier.OWN + 1, 1).arrive_and_wait()
                 following = cute.arch.make_warp_uniform(shared.next_tile[tiles % 2])
-                self.load_first(*sources, following, Progress(tiles, loaded, blocks), call)
+                self.load_first(sources, following, Progress(tiles, loaded, blocks), call)
             # Located again: there are no registers to keep it in.
             work = self.locate(tile_idx, call)
             dk, dv = gradients
@@ -716,16 +715,7 @@ class HopperBackward:
         return following
 
     @cute.jit
-    def load_first(
-        self,
-        loads: tuple[Tma, Tma, Tma, Tma],
-        statistics: tuple[cute.Tensor, cute.Tensor],
-        shared: Shared,
-        rings: Rings,
-        tile_idx: Int32,
-        progress: Progress,
-        call: Call,
-    ):
+    def load_first(self, sources: Sources, tile_idx: Int32, progress: Progress, call: Call):
         """Warpgroup 1: request the first row blocks of a tile, V and K."""
         if tile_idx < call.num_tiles * call.heads_kv * call.num_batches:
             work = self.locate(tile_idx, call)
@@ -734,12 +724,10 @@ class HopperBackward:
             for i in cutlass.range_constexpr(LOADED_AHEAD):
                 if i < total:
                     block = (progress.blocks + i, head, block_idx)
-                    self.load_rows(
-                        loads, statistics, shared, rings, work, call, block, first_warp=4
-                    )
+                    self.load_rows(sources, work, call, block, first_warp=4)
                 head, block_idx = self.next_block(head, block_idx, work.rows)
             if (total > 0) & (cute.arch.make_warp_uniform(cute.arch.warp_idx()) == 4):
-                self.load_keys(loads, shared, rings, work, progress.loaded)
+                self.load_keys(sources, work, progress.loaded)
 
     @cute.jit
     def clear_hidden_keys(
@@ -832,10 +820,7 @@ class HopperBackward:
     def attend_blocks(
         self,
         products: Products,
-        loads: tuple[Tma, Tma, Tma, Tma],
-        statistics: tuple[cute.Tensor, cute.Tensor],
-        shared: Shared,
-        rings: Rings,
+        sources: Sources,
         mdQ: cute.Tensor,
         mCounter: cute.Tensor,
         regs: Fragments,
@@ -849,7 +834,7 @@ class HopperBackward:
         Leaves dV and the unscaled dK in registers, and the number of the tile to do next in shared
         memory. Returns the last block's place in the dQ workspace.
         """
-        schedule = self.schedule
+        schedule, rings = self.schedule, sources.rings
         total = work.num_blocks * (call.heads_q // call.heads_kv)
         my_tile = WARPGROUPS * work.tile.m_block + place.warpgroup
         mine = self.rows_of(my_tile, work.q.length, work.k.length, KEYS, call)
@@ -888,8 +873,7 @@ class HopperBackward:
             to_load = self.next_block(*to_load, rows)
         at = (Int32(0), first, *to_load, Int32(-1))
         end_count = uniform(progress.blocks + total)
-        step = (products, loads, statistics, shared, rings, mdQ, regs, place, work, call)
-        step = (*step, clear, dq_head, end_count)
+        step = (products, sources, mdQ, regs, place, work, call, clear, dq_head, end_count)
         for count in cutlass.range(uniform(progress.blocks), end_count - 1, unroll=1):
             at = self.attend_block(*step, at, count, is_last=False)
         # Asked not before here, so that a CTA with a long tile does not hold another one, and
@@ -900,17 +884,14 @@ class HopperBackward:
             following = self.next_tile(mCounter, num_tiles)
         at = self.attend_block(*step, at, end_count - 1, is_last=True)
         if cute.arch.thread_idx()[0] == WARPGROUP:
-            shared.next_tile[progress.tiles % 2] = following
+            sources.shared.next_tile[progress.tiles % 2] = following
         return at[-1]
 
     @cute.jit
     def attend_block(
         self,
         products: Products,
-        loads: tuple[Tma, Tma, Tma, Tma],
-        statistics: tuple[cute.Tensor, cute.Tensor],
-        shared: Shared,
-        rings: Rings,
+        sources: Sources,
         mdQ: cute.Tensor,
         regs: Fragments,
         place: Place,
@@ -931,6 +912,7 @@ class HopperBackward:
         at         as `attend_blocks` begins with; returned for the next block
         """
         schedule, rows = self.schedule, work.rows
+        shared, rings = sources.shared, sources.rings
         head, m_block, load_head, load_block_idx, last_block = at
         # Rounds between a warpgroup's dS and its dQ.
         lag = 1 - place.warpgroup
@@ -983,7 +965,7 @@ class HopperBackward:
             # In the stage of block count - 1, with which both are done, or soon.
             if (place.warpgroup == 0) & (count + LOADED_AHEAD < end_count):
                 to_load = (count + LOADED_AHEAD, load_head, load_block_idx)
-                self.load_rows(loads, statistics, shared, rings, work, call, to_load, first_warp=0)
+                self.load_rows(sources, work, call, to_load, first_warp=0)
             load_head, load_block_idx = self.next_block(load_head, load_block_idx, rows)
             head, m_block = self.next_block(head, m_block, rows)
             warpgroup.wait_group(0)
