@@ -225,14 +225,13 @@ def test_preparing_reads_and_writes_16_bytes_at_once(head_dim_v: int, for_sums: 
     schedule = PrepareSchedule(head_dim_v, 64, for_sums=for_sums)
     code = sass.code_of(KernelSpec(PREPARE_ENTRY, "sm_90a", wanted, schedule))
     assert code.count("STL") == code.count("LDL") == 0
-    narrow = {"LDG": 1, "STG": 2}
-    for kind, allowed in narrow.items():
+    for kind, narrow in (("LDG", 1), ("STG", 2)):
         accesses = [i.opcode for i in code.instructions if i.is_a(kind)]
-        assert sum(".128" not in opcode for opcode in accesses) == allowed
-        assert len(accesses) > allowed or (kind == "STG" and not for_sums)
+        assert sum(".128" not in opcode for opcode in accesses) == narrow
+        assert len(accesses) > narrow or (kind == "STG" and not for_sums)
     # All rows are asked for before any is added up.
-    order = [i.opcode.split(".")[0] for i in code.instructions if i.is_a("LDG") or i.is_a("SHFL")]
-    if "SHFL" in order:
-        rows = sum(i.is_a("LDG") and ".128" in i.opcode for i in code.instructions)
-        assert rows == 2 * schedule.steps
-        assert order.index("SHFL") >= rows
+    order = [i for i in code.instructions if i.is_a("LDG") or i.is_a("SHFL")]
+    rows = [i for i in order if ".128" in i.opcode]
+    assert len(rows) == 2 * schedule.steps
+    first_sum = next(at for at, i in enumerate(order) if i.is_a("SHFL"))
+    assert all(i in order[:first_sum] for i in rows)

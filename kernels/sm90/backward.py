@@ -119,7 +119,7 @@ class Work(NamedTuple):
 
     hidden_keys  keys of the sequence in front of the first that a row sees; never loaded
     k            the keys behind them, which tiles are counted from
-    num_blocks   row blocks of one query head; every head of the group has as many
+    num_blocks   row blocks of all query heads of the group; each has as many
     """
 
     tile: Tile
@@ -298,7 +298,6 @@ class HopperBackward:
         mUsedQ, mUsedK   (batch,) int32 where lengths in use are given
         left, right      window bounds, read only by kernels that have them
         heads_in_group   (key head, batch entry) pairs that go through their key tiles together,
-        heads_in_group   (key head, batch entry) pairs that go through their key tiles together,
                          see `tile_order.locate_tile`
         max_ctas         each takes tile after tile
         """
@@ -384,7 +383,7 @@ class HopperBackward:
             sdS_layout,
             call,
         ).launch(
-            grid=(cutlass.min(num_tiles * k.shape[2] * num_batches, max_ctas), 1, 1),
+            grid=(cutlass.min(self.all_tiles(call), max_ctas), 1, 1),
             block=(schedule.threads, 1, 1),
             # Said to the assembler: a thread may have all the registers there are for it.
             min_blocks_per_mp=1,
@@ -528,7 +527,8 @@ class HopperBackward:
             hidden = cutlass.min(cutlass.max(k.length - q.length - call.left, 0), k.length)
             k = SequenceBounds(k.start + hidden, k.length - hidden, k.rows - hidden)
         rows = self.rows_of(tile.m_block, q.length, k.length, schedule.tile_n, call)
-        return Work(tile, q, hidden, k, rows, rows.end - rows.first)
+        num_blocks = (rows.end - rows.first) * (call.heads_q // call.heads_kv)
+        return Work(tile, q, hidden, k, rows, num_blocks)
 
     def rows_of(self, n_block: Int32, seqlen_q: Int32, seqlen_k: Int32, keys: int, call: Call):
         """Row range of the ``n_block``-th tile of ``keys`` keys."""
@@ -660,14 +660,14 @@ class HopperBackward:
         shared, rings = sources.shared, sources.rings
         regs = self.fragments(products, shared, wg)
         self.zero_ds(shared, place)
-        num_tiles = call.num_tiles * call.heads_kv * call.num_batches
+        num_tiles = self.all_tiles(call)
         tile_idx = Int32(cute.arch.block_idx()[0])
         tiles, loaded, blocks = Int32(0), Int32(0), Int32(0)
         if wg == 1:
             self.load_first(sources, tile_idx, Progress(tiles, loaded, blocks), call)
         while tile_idx < num_tiles:
             work = self.locate(tile_idx, call)
-            total = work.num_blocks * (call.heads_q // call.heads_kv)
+            total = work.num_blocks
             if const_expr(self.features.has_left_bound):
                 self.clear_hidden_keys(gradients, work, tidx)
             regs.dk.fill(0.0)
@@ -706,6 +706,10 @@ class HopperBackward:
             tile_idx = cute.arch.make_warp_uniform(shared.next_tile[tiles % 2])
             tiles = tiles + 1
 
+    def all_tiles(self, call: Call):
+        """Tiles of the launch, with slots of none."""
+        return call.num_tiles * call.heads_kv * call.num_batches
+
     @cute.jit
     def next_tile(self, mCounter: cute.Tensor, num_tiles: Int32):
         """One thread: a tile that no other CTA has taken; past the end if there is none."""
@@ -717,16 +721,16 @@ class HopperBackward:
     @cute.jit
     def load_first(self, sources: Sources, tile_idx: Int32, progress: Progress, call: Call):
         """Warpgroup 1: request the first row blocks of a tile, V and K."""
-        if tile_idx < call.num_tiles * call.heads_kv * call.num_batches:
+        if tile_idx < self.all_tiles(call):
             work = self.locate(tile_idx, call)
-            total = work.num_blocks * (call.heads_q // call.heads_kv)
             head, block_idx = Int32(0), work.rows.first
             for i in cutlass.range_constexpr(LOADED_AHEAD):
-                if i < total:
+                if i < work.num_blocks:
                     block = (progress.blocks + i, head, block_idx)
                     self.load_rows(sources, work, call, block, first_warp=4)
                 head, block_idx = self.next_block(head, block_idx, work.rows)
-            if (total > 0) & (cute.arch.make_warp_uniform(cute.arch.warp_idx()) == 4):
+            is_first_warp = cute.arch.make_warp_uniform(cute.arch.warp_idx()) == 4
+            if (work.num_blocks > 0) & is_first_warp:
                 self.load_keys(sources, work, progress.loaded)
 
     @cute.jit
@@ -740,16 +744,19 @@ class HopperBackward:
             zeros = cute.make_rmem_tensor(8, self.dtype)
             zeros.fill(0.0)
             for gradient in gradients:
-                if const_expr(self.features.packed_k):
-                    rows = gradient[None, None, tile.head_idx]
-                else:
-                    rows = gradient[None, None, tile.head_idx, tile.batch_idx]
+                rows = self.rows_of_head(gradient, tile)
                 end = cutlass.min(first + tile_n, work.hidden_keys)
                 octets = gradient.shape[1] // 8
                 for i in cutlass.range(tidx, (end - first) * octets, self.schedule.threads):
                     row = work.k.start - work.hidden_keys + first + i // octets
                     target = cute.local_tile(rows[row, None], (8,), (i % octets,))
                     cute.autovec_copy(zeros, target)
+
+    def rows_of_head(self, gradient: cute.Tensor, tile: Tile):
+        """(rows, dim) of a tile's key head, in dK or dV."""
+        if self.features.packed_k:
+            return gradient[None, None, tile.head_idx]
+        return gradient[None, None, tile.head_idx, tile.batch_idx]
 
     def barrier(self, barrier_id: int, warpgroups: int):
         return pipeline.NamedBarrier(barrier_id=barrier_id, num_threads=warpgroups * WARPGROUP)
@@ -835,7 +842,6 @@ class HopperBackward:
         memory. Returns the last block's place in the dQ workspace.
         """
         schedule, rings = self.schedule, sources.rings
-        total = work.num_blocks * (call.heads_q // call.heads_kv)
         my_tile = WARPGROUPS * work.tile.m_block + place.warpgroup
         mine = self.rows_of(my_tile, work.q.length, work.k.length, KEYS, call)
         clear_first = mine.clear_first
@@ -872,7 +878,7 @@ class HopperBackward:
         for _ in cutlass.range_constexpr(LOADED_AHEAD):
             to_load = self.next_block(*to_load, rows)
         at = (Int32(0), first, *to_load, Int32(-1))
-        end_count = uniform(progress.blocks + total)
+        end_count = uniform(progress.blocks + work.num_blocks)
         step = (products, sources, mdQ, regs, place, work, call, clear, dq_head, end_count)
         for count in cutlass.range(uniform(progress.blocks), end_count - 1, unroll=1):
             at = self.attend_block(*step, at, count, is_last=False)
@@ -880,8 +886,7 @@ class HopperBackward:
         # answered while the last block is at work.
         following = Int32(0)
         if cute.arch.thread_idx()[0] == WARPGROUP:
-            num_tiles = call.num_tiles * call.heads_kv * call.num_batches
-            following = self.next_tile(mCounter, num_tiles)
+            following = self.next_tile(mCounter, self.all_tiles(call))
         at = self.attend_block(*step, at, end_count - 1, is_last=True)
         if cute.arch.thread_idx()[0] == WARPGROUP:
             sources.shared.next_tile[progress.tiles % 2] = following
@@ -1180,10 +1185,7 @@ class HopperBackward:
         Rows of padding get what their masked accumulators hold: 0.
         """
         tile = work.tile
-        if const_expr(self.features.packed_k):
-            rows = gradient[None, None, tile.head_idx]
-        else:
-            rows = gradient[None, None, tile.head_idx, tile.batch_idx]
+        rows = self.rows_of_head(gradient, tile)
         acc.store(acc.load() * factor)
         rounded = cute.make_rmem_tensor_like(acc, self.dtype)
         accumulator.round_into(rounded, acc)
