@@ -109,7 +109,8 @@ class BackwardPrepare:
         tile_m = schedule.tile_m
         heads = mO.shape[2]
         num_blocks = mStatistics.shape[3] // tile_m
-        index = cute.arch.block_idx()[0]
+        # From the last block to the first: the next kernel begins with what L2 then still has.
+        index = cute.arch.grid_dim()[0] - 1 - cute.arch.block_idx()[0]
         entry, head_idx, block, m_block, q, origin = locate_block(
             index, heads, num_blocks, lengths, tile_m, features
         )

@@ -55,6 +55,9 @@ block before. It begins with a dS that is not of this tile, whose dQ is dropped,
 at the end. Two stages of dS are enough, because whoever gives the turn has finished its dQ;
 warpgroup 0 overwrites what it has just read, and so has its warps meet first.
 
+On the diagonal of a causal mask the last 64 keys of a tile are hidden from its first 64 rows: in a
+block of those warpgroup 1 has no S, dP, dV and dK, only zeros for dS and its half of dQ.
+
 Where a tile ends warpgroup 0 stores its dK and dV while warpgroup 1 has its last turn, and
 warpgroup 1, which is done with all but K, requests the first blocks, V and K of the next tile. The
 gradients go from registers to global memory: shared memory is being filled.
@@ -253,6 +256,8 @@ class HopperBackward:
         # the views of a dense tensor can follow too.
         self.q_is_ragged = features.packed_q or features.has_seqused_q
         self.k_is_ragged = features.packed_k or features.has_seqused_k
+        # A causal mask hides the last 64 keys of a tile from the first 64 rows that see others.
+        self.may_hide_keys = features.has_right_bound and schedule.tile_m == KEYS
         # A softcap comes between the score and the LSE.
         self.scores_have_lse = features.score == "plain"
 
@@ -670,8 +675,6 @@ class HopperBackward:
             total = work.num_blocks
             if const_expr(self.features.has_left_bound):
                 self.clear_hidden_keys(gradients, work, tidx)
-            regs.dk.fill(0.0)
-            regs.dv.fill(0.0)
             of_keys = stage_at(loaded, 1, False)
             last_block = Int32(0)
             if total > 0:
@@ -682,8 +685,11 @@ class HopperBackward:
                 rings.v.consumer_release(of_keys)
                 loaded = loaded + 1
                 blocks = blocks + total
-            elif tidx == WARPGROUP:
-                shared.next_tile[tiles % 2] = self.next_tile(mCounter, num_tiles)
+            else:
+                regs.dk.fill(0.0)
+                regs.dv.fill(0.0)
+                if tidx == WARPGROUP:
+                    shared.next_tile[tiles % 2] = self.next_tile(mCounter, num_tiles)
             if wg == 1:
                 if total > 0:
                     rings.k.consumer_release(of_keys)
@@ -841,7 +847,6 @@ class HopperBackward:
         Leaves dV and the unscaled dK in registers, and the number of the tile to do next in shared
         memory. Returns the last block's place in the dQ workspace.
         """
-        schedule, rings = self.schedule, sources.rings
         my_tile = WARPGROUPS * work.tile.m_block + place.warpgroup
         mine = self.rows_of(my_tile, work.q.length, work.k.length, KEYS, call)
         clear_first = mine.clear_first
@@ -861,17 +866,6 @@ class HopperBackward:
 
         if place.warpgroup == 1:
             self.turn(0).arrive()
-        of_keys = stage_at(progress.loaded, 1, False)
-        state = stage_at(progress.blocks, schedule.stages, False)
-        rings.k.consumer_wait(of_keys)
-        rings.q.consumer_wait(state)
-        self.request_scores(products, regs, state.index)
-        state = stage_at(progress.blocks, schedule.grad_stages, False)
-        rings.v.consumer_wait(of_keys)
-        rings.do.consumer_wait(state)
-        self.request_dp(products, regs, state.index)
-        warpgroup.wait_group(0)
-
         # (query head of the group, row block) of a block, and of the next one to load; the place of
         # the block before in the dQ workspace.
         to_load = (Int32(0), first)
@@ -880,7 +874,20 @@ class HopperBackward:
         at = (Int32(0), first, *to_load, Int32(-1))
         end_count = uniform(progress.blocks + work.num_blocks)
         step = (products, sources, mdQ, regs, place, work, call, clear, dq_head, end_count)
-        for count in cutlass.range(uniform(progress.blocks), end_count - 1, unroll=1):
+        first_count = uniform(progress.blocks)
+        if const_expr(self.may_hide_keys):
+            hides = (place.warpgroup == 1) & (mine.first > first) & (work.num_blocks > 1)
+            if uniform(Int32(hides)) == 1:
+                self.begin_blocks(products, sources, regs, progress, is_hidden=True)
+                at = self.attend_block(*step, at, first_count, is_last=False, is_hidden=True)
+                first_count = first_count + 1
+            else:
+                self.begin_blocks(products, sources, regs, progress)
+        else:
+            self.begin_blocks(products, sources, regs, progress)
+        regs.dk.fill(0.0)
+        regs.dv.fill(0.0)
+        for count in cutlass.range(first_count, end_count - 1, unroll=1):
             at = self.attend_block(*step, at, count, is_last=False)
         # Asked not before here, so that a CTA with a long tile does not hold another one, and
         # answered while the last block is at work.
@@ -891,6 +898,30 @@ class HopperBackward:
         if cute.arch.thread_idx()[0] == WARPGROUP:
             sources.shared.next_tile[progress.tiles % 2] = following
         return at[-1]
+
+    @cute.jit
+    def begin_blocks(
+        self,
+        products: Products,
+        sources: Sources,
+        regs: Fragments,
+        progress: Progress,
+        is_hidden: cutlass.Constexpr[bool] = False,
+    ):
+        """Wait for a tile's keys and first rows; S and dP of those, unless they are hidden."""
+        rings = sources.rings
+        of_keys = stage_at(progress.loaded, 1, False)
+        state = stage_at(progress.blocks, self.schedule.stages, False)
+        grad_state = stage_at(progress.blocks, self.schedule.grad_stages, False)
+        rings.k.consumer_wait(of_keys)
+        rings.q.consumer_wait(state)
+        if const_expr(not is_hidden):
+            self.request_scores(products, regs, state.index)
+        rings.v.consumer_wait(of_keys)
+        rings.do.consumer_wait(grad_state)
+        if const_expr(not is_hidden):
+            self.request_dp(products, regs, grad_state.index)
+            warpgroup.wait_group(0)
 
     @cute.jit
     def attend_block(
@@ -908,12 +939,14 @@ class HopperBackward:
         at: tuple[Int32, Int32, Int32, Int32, Int32],
         count: Int32,
         is_last: cutlass.Constexpr[bool],
+        is_hidden: cutlass.Constexpr[bool] = False,
     ):
         """A warpgroup's round: from S and dP of the ``count``-th block to those of the next one.
 
         clear      row blocks in which the warpgroup needs no mask: [first, end)
         dq_head    block of the dQ workspace where those of the group's first query head begin
         end_count  of the tile's blocks
+        is_hidden  no row of this block sees a key of the warpgroup's: dS is 0, and that is all
         at         as `attend_blocks` begins with; returned for the next block
         """
         schedule, rows = self.schedule, work.rows
@@ -926,7 +959,10 @@ class HopperBackward:
         if lag == 1:
             # All its warps have finished the dQ whose dS gives its place to this one.
             self.barrier(Barrier.OWN, 1).arrive_and_wait()
-        self.score_gradient(regs, shared, state.index, m_block, place, work, call, clear)
+        if const_expr(is_hidden):
+            regs.rounded_ds.fill(0.0)
+        else:
+            self.score_gradient(regs, shared, state.index, m_block, place, work, call, clear)
         self.share_ds(regs, shared, place, ds_stage(count))
 
         next_state = stage_at(count + 1, schedule.stages, False)
@@ -940,13 +976,14 @@ class HopperBackward:
         acc_dq = self.request_dq(products, regs, ds_stage(count + DS_STAGES - lag))
         if const_expr(early):
             self.request_scores(products, regs, next_state.index)
-        p, ds = [accumulator.as_operand_a(x) for x in (regs.p, regs.rounded_ds)]
-        dot = regs.dot[None, None, None, grad_state.index]
-        matmul(products.dv, regs.dv, p, dot, True)
-        qt = regs.qt[None, None, None, state.index]
-        matmul(products.dk, regs.dk, ds, qt, True)
+        if const_expr(not is_hidden):
+            p, ds = [accumulator.as_operand_a(x) for x in (regs.p, regs.rounded_ds)]
+            dot = regs.dot[None, None, None, grad_state.index]
+            matmul(products.dv, regs.dv, p, dot, True)
+            qt = regs.qt[None, None, None, state.index]
+            matmul(products.dk, regs.dk, ds, qt, True)
         # dQ is done, what was requested behind it is not.
-        warpgroup.wait_group(3 if early else 2)
+        warpgroup.wait_group((1 if early else 0) + (0 if is_hidden else 2))
         block = dq_head + head * mdQ.shape[2] + m_block
         dq_block = last_block if lag == 1 else block
         if dq_block >= 0:
@@ -957,8 +994,9 @@ class HopperBackward:
         else:
             if const_expr(not early):
                 self.request_scores(products, regs, next_state.index)
-            # dK is not done, or S; dP takes registers of what is.
-            warpgroup.wait_group(1)
+            if const_expr(not is_hidden):
+                # dK is not done, or S; dP takes registers of what is.
+                warpgroup.wait_group(1)
             self.request_dp(products, regs, next_grad_state.index)
             self.turn(1 - place.warpgroup).arrive()
             # All but dP is done, or but S and dP.

@@ -161,6 +161,11 @@ def test_no_race_is_found_under_any_interleaving(case: Case, schedule: dict[str,
         Case((60, 60), (300, 300), 1, 1, used_q=(33, 0), used_k=(41, 300)),  # in between, and last
         Case((200, 0, 1), (1, 300, 130), 1, 1, packed_q=True, packed_k=True, tail_k=200),
         Case((90,), (260,), 1, 1, head_dim=96, softcap=4.0, causal=True),
+        # The last 64 keys of a tile are hidden from its first rows, or seen by all or some of them;
+        # of two query heads only the first one's rows are passed over; tiles of one block.
+        Case((300,), (300,), 1, 1, head_dim=128, causal=True),
+        Case((300,), (364,), 2, 1, head_dim=128, causal=True),
+        Case((300,), (330,), 1, 1, head_dim=128, window_size=(100, 10)),
     ],
     ids=str,
 )
