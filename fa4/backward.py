@@ -25,7 +25,7 @@ from fa4.dispatch import (
     decide_backward,
 )
 from fa4.launch import Lengths, heads_in_group, multiprocessor_count
-from fa4.pipelines.sm90_backward import STATISTIC_TERMS, OneKernelSchedule
+from fa4.pipelines.sm90_backward import LOTS_AHEAD, STATISTIC_TERMS, OneKernelSchedule
 from fa4.problem import AttentionProblem, layout_fault
 from fa4.reference_backward import Gradients, attention_backward_reference
 
@@ -109,7 +109,7 @@ class Step(NamedTuple):
     arguments  of the compiled function
     names      of its tensors, for messages; the arguments begin with those
     outputs    positions of the tensors that it writes whole
-    sums       positions of the tensors that it adds to
+    sums       positions of the tensors that it adds to, or writes in part
     counters   positions of the tensors that it finds and leaves at 0
     """
 
@@ -153,7 +153,8 @@ def backward_steps(
         device=q.device,
     )
     first, second = decision.kernels
-    terms = dq_sums = None
+    terms = dq_sums = zeroed = None
+    pairs_in_lot = heads_to_zero = 0
     if decision.path == "one kernel":
         shape = (*statistics.shape[:3], statistics.shape[3] * STATISTIC_TERMS)
         terms = torch.empty(shape, dtype=torch.bfloat16, device=q.device)
@@ -162,6 +163,9 @@ def backward_steps(
             dtype=torch.float32,
             device=q.device,
         )
+        pairs_in_lot, lots = lots_of_heads(problem, multiprocessors)
+        heads_to_zero = LOTS_AHEAD * pairs_in_lot * (problem.heads_q // problem.heads_kv)
+        zeroed = torch.empty(lots, dtype=torch.int32, device=q.device)
     dq, dk, dv = (torch.empty_like(t, memory_format=torch.contiguous_format) for t in (q, k, v))
     right = problem.window_right or 0
     scalars = (problem.softmax_scale, problem.softcap, problem.window_left or 0, right)
@@ -169,14 +173,15 @@ def backward_steps(
         Step(
             prepare,
             (
-                *(out, grad_out, lse, grad_lse, statistics, terms, dq_sums, *lengths),
-                *(problem.seqlen_k, right, problem.softmax_scale),
+                *(out, grad_out, lse, grad_lse, statistics, terms, dq_sums, zeroed),
+                *(*lengths, problem.seqlen_k, right, heads_to_zero, problem.softmax_scale),
             ),
             (
                 *("out", "grad_out", "lse", "grad_lse"),
-                *("statistics", "terms", "dq_sums", *Lengths._fields),
+                *("statistics", "terms", "dq_sums", "zeroed", *Lengths._fields),
             ),
-            (4, 5, 6),
+            outputs=(4, 5, 7),
+            sums=(6,),
         )
     ]
     pairs_in_turn = key_heads_in_turn(problem, multiprocessors)
@@ -187,12 +192,12 @@ def backward_steps(
             Step(
                 first,
                 (
-                    *(*inputs, terms, dq_sums, dk, dv, device_counters(q.device, 1), *lengths),
-                    *(*scalars, pairs_in_turn, multiprocessors),
+                    *(*inputs, terms, dq_sums, dk, dv, device_counters(q.device, 1)),
+                    *(zeroed, *lengths, *scalars, pairs_in_turn, pairs_in_lot, multiprocessors),
                 ),
-                (*names, "terms", "dq_sums", "dk", "dv", "counter", *Lengths._fields),
+                (*names, "terms", "dq_sums", "dk", "dv", "counter", "zeroed", *Lengths._fields),
                 outputs=(7, 8),
-                sums=(6,),
+                sums=(6, 10),
                 counters=(9,),
             )
         )
@@ -256,7 +261,10 @@ def emulate_backward(
         decision, q, k, v, lengths, sink, out, lse, grad_out, grad_lse, multiprocessors
     )
     for step in steps:
-        run(step.spec, *step.arguments, uses=tensor_uses(step), **options)
+        # CTAs that take tiles from a counter may wait for each other.
+        together = multiprocessors if step.counters else 1
+        options_of_step = {"together": together, **options}
+        run(step.spec, *step.arguments, uses=tensor_uses(step), **options_of_step)
     return Gradients(*gradients, sink_gradient(sink, statistics))
 
 
@@ -302,6 +310,29 @@ def sink_gradient(sink: Tensor | None, statistics: Tensor) -> Tensor | None:
     return -(weight * delta).sum(dim=(0, 2)).to(sink.dtype)
 
 
+def key_tiles(problem: AttentionProblem) -> tuple[int, int]:
+    """(tiles of keys of a pair, pairs) of a key head and a batch entry; packed, there is one."""
+    if problem.packed_k:
+        return problem.seqlen_k // KEYS_AT_ONCE + problem.batch + 1, problem.heads_kv
+    return -(-problem.seqlen_k // KEYS_AT_ONCE), problem.heads_kv * problem.batch
+
+
+def lots_of_heads(problem: AttentionProblem, multiprocessors: int) -> tuple[int, int]:
+    """(pairs of a key head and a batch entry whose sums of dQ are zeroed together, such lots).
+
+    A lot has tiles for three quarters of the multiprocessors or more, so that those of the next
+    ones have something to wait for that is done; `kernels.sm90.dq_zeros`.
+    """
+    tiles, pairs = key_tiles(problem)
+    if problem.packed_q != problem.packed_k:
+        # The sums of a pair do not lie together.
+        return pairs, 1
+    in_turn = key_heads_in_turn(problem, multiprocessors)
+    pairs_in_lot = in_turn * max(1, -(-3 * multiprocessors // (4 * tiles * in_turn)))
+    pairs_in_lot = min(pairs, pairs_in_lot)
+    return pairs_in_lot, -(-pairs // pairs_in_lot)
+
+
 def key_heads_in_turn(problem: AttentionProblem, multiprocessors: int) -> int:
     """(key head, batch entry) pairs whose key tiles a causal launch takes in turn.
 
@@ -312,10 +343,7 @@ def key_heads_in_turn(problem: AttentionProblem, multiprocessors: int) -> int:
     """
     if problem.window_right is None:
         return 1
-    if problem.packed_k:
-        tiles, pairs = problem.seqlen_k // KEYS_AT_ONCE + problem.batch + 1, problem.heads_kv
-    else:
-        tiles, pairs = -(-problem.seqlen_k // KEYS_AT_ONCE), problem.heads_kv * problem.batch
+    tiles, pairs = key_tiles(problem)
     together = max(1, multiprocessors // tiles)
     together = 1 << (together.bit_length() - 1)  # a power of two divides most head counts
     return max(1, min(pairs, together))

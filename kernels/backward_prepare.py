@@ -5,8 +5,8 @@
 A warp takes a few rows at a time: a row's output and gradient are spread over as many lanes as
 hold them at 16 bytes a lane. No shared memory. The layouts of the result, their filling and why
 they have them: `kernels.blocks.row_statistics`. Rows that see no key and rows of padding are not
-read. Where dQ is summed up in memory the CTA of a block also writes the zeros that its sums begin
-with: one launch less.
+read. Where dQ is summed up in memory the CTAs of the first heads also write the zeros that their
+sums begin with; `kernels.sm90.dq_zeros` has those of the others.
 
 Method: FA2, algorithm 2, line 4 (delta); its LSE term: d lse / d score is the probability.
 """
@@ -46,12 +46,14 @@ class BackwardPrepare:
         mStatistics: cute.Tensor,
         mTerms: Optional[cute.Tensor],
         mSums: Optional[cute.Tensor],
+        mZeroed: Optional[cute.Tensor],
         mCuQ: Optional[cute.Tensor],
         mCuK: Optional[cute.Tensor],
         mUsedQ: Optional[cute.Tensor],
         mUsedK: Optional[cute.Tensor],
         rows_k: Int32,
         right: Int32,
+        heads_to_zero: Int32,
         softmax_scale: Float32,
         stream: cuda.CUstream,
     ):
@@ -63,7 +65,9 @@ class BackwardPrepare:
         mStatistics  (2, batch or 1, heads, blocks * tile_m), fp32, contiguous; written whole
         mTerms       (2, batch or 1, heads, blocks * tile_m * 8), bf16, likewise, with a schedule
                      for sums
-        mSums        (batch or 1, heads, blocks, elements of a block), fp32, likewise: zeroed
+        mSums        (batch or 1, heads, blocks, elements of a block), fp32, likewise: the first
+                     heads_to_zero of all (batch or 1) * heads are zeroed
+        mZeroed      (lots,) int32: zeroed
         mCuQ ...     as in `fa4.kernels.sm90.forward`
         rows_k       extent of the row mode of k
         right        right bound, read only by kernels that have one
@@ -82,7 +86,17 @@ class BackwardPrepare:
             keep_mangled_name=False,
         )
         self.kernel(
-            out, grad_out, lse, grad_lse, mStatistics, mTerms, mSums, lengths, softmax_scale
+            out,
+            grad_out,
+            lse,
+            grad_lse,
+            mStatistics,
+            mTerms,
+            mSums,
+            mZeroed,
+            lengths,
+            softmax_scale,
+            heads_to_zero,
         ).launch(
             grid=(num_blocks * out.shape[2] * num_batches, 1, 1),
             block=(self.schedule.threads, 1, 1),
@@ -99,8 +113,10 @@ class BackwardPrepare:
         mStatistics: cute.Tensor,
         mTerms: Optional[cute.Tensor],
         mSums: Optional[cute.Tensor],
+        mZeroed: Optional[cute.Tensor],
         lengths: Lengths,
         softmax_scale: Float32,
+        heads_to_zero: Int32,
     ):
         """A CTA: tile_m rows of one head of one sequence."""
         features, schedule = self.features, self.schedule
@@ -138,7 +154,11 @@ class BackwardPrepare:
             if const_expr(features.has_grad_lse):
                 grad_lse = self.row_value(mdLSE, position, head_idx, entry)
         if const_expr(schedule.for_sums):
-            self.zero(mSums[entry, head_idx, block, None])
+            if entry * heads + head_idx < heads_to_zero:
+                self.zero(mSums[entry, head_idx, block, None])
+            counter = index * schedule.threads + cute.arch.thread_idx()[0]
+            if counter < cute.size(mZeroed):
+                mZeroed[counter] = Int32(0)
 
         # Of each step's row one lane keeps the sum: the one with the step's number.
         delta = Float32(0.0)
@@ -218,8 +238,10 @@ def compile_prepare(
         workspace,
         fake_tensors.strided(BFloat16, 4, schedule.for_sums, align=16),
         fake_tensors.strided(Float32, 4, schedule.for_sums, align=16),
+        fake_tensors.vector(schedule.for_sums),
         *fake_tensors.lengths(features),
         Int32(1),
+        Int32(0),
         Int32(0),
         Float32(1.0),
         fake_tensors.stream(),

@@ -20,6 +20,8 @@ from fa4.pipelines.sm90 import (
 STATISTIC_BYTES = 4  # fp32
 STATISTIC_TERMS = 8  # bf16 that add up to one: as many as wgmma reads at a time
 MOST_REGISTERS = 255  # of a thread
+LOTS_AHEAD = 3  # of heads, between the tiles that zero sums of dQ and those that add to them
+ZERO_BYTES = 8192  # that are copied at a time
 ROWS = 64  # M of a wgmma: keys or query rows of a consumer warpgroup
 
 
@@ -390,8 +392,8 @@ class OneKernelSchedule:
         elements = self.tile_n * (self.head_dim + self.head_dim_v) + self.tile_m * stage_rows
         elements += 2 * self.tile_n * self.tile_m
         buffers = self.stages + self.grad_stages
-        next_tile = 2 * 4  # beside the barriers
-        barriers = -(-(2 * 8 * (2 + buffers) + next_tile) // 128) * 128
+        next_tile = 4 * 4  # beside the barriers
+        barriers = -(-(2 * 8 * (2 + buffers) + next_tile) // 128) * 128 + ZERO_BYTES
         halves = 128  # what statistics are multiplied by
         statistics = buffers * self.tile_m * ELEMENT_BYTES * STATISTIC_TERMS
         # Tiles begin at multiples of their swizzle's period.

@@ -23,6 +23,8 @@ from fa4.backward import (
     backward_steps,
     dq_sums_shape,
     key_heads_in_turn,
+    key_tiles,
+    lots_of_heads,
     sink_gradient,
     statistics_shape,
 )
@@ -483,6 +485,37 @@ def test_heads_that_take_turns_have_about_a_tile_for_each_multiprocessor(
     assert 2 * together * tiles > 132
 
 
+@pytest.mark.parametrize("seqlen_k", [1, 100, 1000, 4096, 16384])
+@pytest.mark.parametrize("window_right", [None, 0])
+@pytest.mark.parametrize("packed", ["neither", "both", "one"])
+def test_lots_of_heads_have_tiles_for_most_multiprocessors(
+    seqlen_k: int, window_right: int | None, packed: str
+) -> None:
+    problem = dataclasses.replace(
+        PLAIN,
+        window_right=window_right,
+        seqlen_k=seqlen_k,
+        batch=100,
+        heads_q=64,
+        heads_kv=64,
+        packed_q=packed == "both",
+        packed_k=packed != "neither",
+    )
+    tiles, pairs = key_tiles(problem)
+    assert pairs == (64 if problem.packed_k else 6400)
+    assert tiles >= -(-seqlen_k // 128)
+    pairs_in_lot, lots = lots_of_heads(problem, 132)
+    if packed == "one":
+        assert (pairs_in_lot, lots) == (pairs, 1)
+        return
+    assert lots == -(-pairs // pairs_in_lot)
+    # Whole groups of heads that take turns, and no more of them than are needed.
+    in_turn = key_heads_in_turn(problem, 132)
+    assert pairs_in_lot % in_turn == 0 or pairs_in_lot == pairs
+    assert pairs_in_lot * tiles >= 99
+    assert pairs_in_lot == in_turn or (pairs_in_lot - in_turn) * tiles < 99
+
+
 @pytest.mark.parametrize("kind", ["expanded", "transposed", "sliced", "shifted"])
 def test_c52_grad_out_of_any_strides_is_copied_only_where_tma_cannot_read_it(kind: str) -> None:
     inputs = make_inputs(Case((20,), (30,), 2, 2, head_dim=64))
@@ -520,12 +553,13 @@ def test_names_of_a_step_are_those_of_its_kernels_arguments() -> None:
         written: dict[str, Any] = {}
         for step in steps:
             assert len(step.names) <= len(step.arguments)
-            for position in step.outputs:
+            for position in (*step.outputs, *step.sums):
                 written[step.names[position]] = step.arguments[position]
-        terms, dq_sums = written.pop("terms"), written.pop("dq_sums")
+        terms, dq_sums, zeroed = [written.pop(name) for name in ("terms", "dq_sums", "zeroed")]
         if deterministic:
-            assert terms is dq_sums is None
+            assert terms is dq_sums is zeroed is None
         else:
+            assert zeroed.dtype == torch.int32
             assert dq_sums.dtype == torch.float32
             assert dq_sums.numel() == statistics.shape[3] * 2 * 64
             assert terms.dtype == torch.bfloat16

@@ -41,6 +41,7 @@ class Options:
     check_unwritten  report reads of shared memory that nothing wrote
     check_races      report accesses to shared memory that nothing orders; see checker.py
     processes        that clusters are spread over, None for as many as are worth it
+    together         clusters in flight at the same time, for kernels whose CTAs wait for others
     """
 
     schedule: str = "round_robin"
@@ -48,6 +49,7 @@ class Options:
     check_unwritten: bool = True
     check_races: bool = False
     processes: int | None = None
+    together: int = 1
 
 
 @dataclass
@@ -96,7 +98,8 @@ class LaunchState:
 
     def new_scheduler(self, cluster: int) -> Scheduler:
         """Of its own for each cluster, so that the order in which clusters run does not matter."""
-        return Scheduler(policy(self.options.schedule, self.options.seed + (cluster << 32)))
+        seed = self.options.seed + (cluster << 32)
+        return Scheduler(policy(self.options.schedule, seed, polls=self.options.together > 1))
 
     def begin_cluster(self, number: int) -> bool:
         """Whether a cluster still has to run: another may have taken its work."""
@@ -185,6 +188,13 @@ def run_launch(launch: Launch, memory: GlobalMemory, options: Options | None = N
     counts = _cluster_counts(launch)
     run = functools.partial(_run_cluster, state, counts)
     numbers = range(math.prod(counts))
+    together = state.options.together
+    if together > 1:
+        statistics = Statistics()
+        with np.errstate(all="ignore"):
+            for first in numbers[::together]:
+                statistics.add(_run_clusters(state, counts, numbers[first : first + together]))
+        return statistics
     requested = state.options.processes
     statistics = Statistics()
     with np.errstate(all="ignore"):
@@ -203,10 +213,18 @@ def run_launch(launch: Launch, memory: GlobalMemory, options: Options | None = N
 
 
 def _run_cluster(state: LaunchState, counts: Dim3, number: int) -> Statistics:
-    if not state.begin_cluster(number):
+    return _run_clusters(state, counts, range(number, number + 1))
+
+
+def _run_clusters(state: LaunchState, counts: Dim3, numbers: range) -> Statistics:
+    """Clusters that are in flight at the same time, so that their CTAs may wait for each other."""
+    ctas = []
+    for number in numbers:
+        if state.begin_cluster(number):
+            ctas += _cluster(state, _positions(state.launch, counts, number))
+    if not ctas:
         return Statistics()
-    state.scheduler = state.new_scheduler(number)
-    ctas = _cluster(state, _positions(state.launch, counts, number))
+    state.scheduler = state.new_scheduler(numbers[0])
     state.scheduler.run([warp for cta in ctas for warp in cta.warps])
     for cta in ctas:
         cta.tensor_memory.require_freed()

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 from fa4.emulator.errors import Deadlock
 from fa4.emulator.warp import Deferred, Warp
@@ -41,10 +41,10 @@ class Policy(Protocol):
 
 class _RoundRobin:
     def __init__(self) -> None:
-        self.last: tuple[int, int] = (-1, -1)
+        self.last: Any = ((-1, -1, -1), -1)
 
     def choose(self, ready: Sequence[Warp]) -> tuple[Warp, int]:
-        places = [(warp.cta.rank, warp.index) for warp in ready]
+        places = [(warp.cta.position, warp.index) for warp in ready]
         after = [place for place in places if place > self.last]
         self.last = min(after or places)
         return ready[places.index(self.last)], _QUANTUM
@@ -84,26 +84,28 @@ class _Random:
 
 class _Adversarial:
     CHANGE = 0.02  # probability that the running warp falls behind all others
+    MERCY = 0.02  # probability that a copy is made though a warp can run
 
-    def __init__(self, seed: int):
+    def __init__(self, seed: int, is_merciful: bool):
         self.random = random.Random(seed)
+        self.is_merciful = is_merciful
         self.priorities: dict[tuple[int, int], float] = {}
 
     def choose(self, ready: Sequence[Warp]) -> tuple[Warp, int]:
         warp = max(ready, key=self._priority)
         if self.random.random() < self.CHANGE:
-            place = warp.cta.rank, warp.index
+            place = warp.cta.position, warp.index
             self.priorities[place] = min(self.priorities.values()) - self.random.random()
         return warp, self.random.randint(1, 64)
 
     def _priority(self, warp: Warp) -> float:
-        return self.priorities.setdefault((warp.cta.rank, warp.index), self.random.random())
+        return self.priorities.setdefault((warp.cta.position, warp.index), self.random.random())
 
     def postpones(self, copy: Deferred) -> bool:
         return True
 
     def completes_now(self) -> bool:
-        return False
+        return self.is_merciful and self.random.random() < self.MERCY
 
     def pick(self, pending: int) -> int:
         return self.random.randrange(pending)
@@ -112,13 +114,17 @@ class _Adversarial:
         return self.random.random() < _GIVES_UP
 
 
-def policy(name: str, seed: int) -> Policy:
+def policy(name: str, seed: int, polls: bool = False) -> Policy:
+    """polls  warps may ask memory again and again for what others will write.
+
+    Then the adversary cannot put off copies until no warp can run: there would always be one.
+    """
     if name == "round_robin":
         return _RoundRobin()
     if name == "random":
         return _Random(seed)
     if name == "adversarial":
-        return _Adversarial(seed)
+        return _Adversarial(seed, is_merciful=polls)
     raise ValueError(f"schedule is {name!r}; allowed are {', '.join(NAMES)}.")
 
 

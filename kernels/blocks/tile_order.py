@@ -41,18 +41,16 @@ def count_tiles(
 
 
 @cute.jit
-def count_taken(counter: cute.Tensor, num_tiles: Int32):
-    """Take a tile: how many CTAs have taken others before, beside each one's first.
+def count_taken(counter: cute.Tensor, calls: Int32):
+    """Take a tile: how often CTAs have done so before.
 
     counter  (1,) int32, 0 before a launch
-
-    If every one of ``num_tiles`` tiles is followed by one call, whoever makes it, the counter is 0
-    again behind the last.
+    calls    that all CTAs of a launch make; behind the last one the counter is 0 again
     """
     return cute.arch.inline_ptx(
         "atom.global.relaxed.gpu.inc.u32 {$w0}, [{$r0}], {$r1};",
         write_only_types=[Int32],
-        read_only_args=[counter.iterator.toint(), num_tiles - 1],
+        read_only_args=[counter.iterator.toint(), calls - 1],
     )
 
 

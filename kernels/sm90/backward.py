@@ -29,7 +29,7 @@ Shared memory (sizes in elements of q's type; `OneKernelSchedule.smem_bytes`)
   sQ   (tile_m, head_dim, stages)      and the LSE of those rows
   sdO  (tile_m, head_dim_v, grad_stages)  and their delta
   sdS  (tile_n, tile_m, 2)             written by both warpgroups, read by both
-  and the number of the next tile
+  and the number of the next tile, and zeros to be copied
 
 Hand-offs
   k,v    one `PipelineTmaAsync` stage each, filled once a tile
@@ -37,6 +37,7 @@ Hand-offs
          dV, of the block are done
   dS     the named barriers TURN: a warpgroup that gives the turn has stored its dS, too
   tiles  the named barrier TILE_DONE: nobody begins a tile that the other has not come to
+  zeros  between CTAs, by counters in global memory: `fa4.kernels.sm90.dq_zeros`
 
 A round is one block, and leaves no product in flight, which ptxas would not follow around the loop:
 
@@ -97,13 +98,22 @@ from fa4.kernels.blocks.tile_order import Tile, count_taken, count_tiles, locate
 from fa4.kernels.blocks.tma_rings import Tma, load_block, stage_at, tma_copy, tma_ring
 from fa4.kernels.features import BackwardFeatures
 from fa4.kernels.sm90.backward_call import Call
+from fa4.kernels.sm90.dq_zeros import (
+    Lots,
+    count_zeroed,
+    is_zeroed,
+    lots_of_heads,
+    wait_for_zeros,
+    zero_ahead,
+)
 from fa4.pipelines.registers import WARPGROUP
-from fa4.pipelines.sm90_backward import STATISTIC_TERMS, OneKernelSchedule
+from fa4.pipelines.sm90_backward import STATISTIC_TERMS, ZERO_BYTES, OneKernelSchedule
 
 KEYS = 64  # keys of a warpgroup: M of one wgmma
 WARPGROUPS = 2
 DS_STAGES = 2
 LOADED_AHEAD = 2  # blocks
+ZEROING_WARP = 4  # of those that are done with a tile first
 CHUNK = 64  # query rows of a swizzled line of sdS
 OCTET = 4 * WARPGROUP  # elements of the dQ workspace: 64 rows by 8 columns
 DTYPES = {"bf16": BFloat16, "fp16": Float16}
@@ -139,7 +149,8 @@ class Shared(NamedTuple):
     halves     (64, 16) bf16, all 0.5: the sixteen columns of a statistic are its eight terms twice
     lse        (tile_m, 16, stages) bf16 terms, or with softcap (tile_m, stages) fp32
     delta      (tile_m, 16, grad_stages) bf16 terms
-    next_tile  (2,) int32, of tiles in turn
+    next_tile  (2, 2) int32, of tiles in turn: its number, and 1 if it may add to dQ's sums
+    zeros      (4, quads) fp32, what these begin with
     """
 
     k: cute.Tensor
@@ -154,6 +165,7 @@ class Shared(NamedTuple):
     lse: cute.Tensor
     delta: cute.Tensor
     next_tile: cute.Tensor
+    zeros: cute.Tensor
 
 
 class Rings(NamedTuple):
@@ -275,6 +287,7 @@ class HopperBackward:
         mdK: cute.Tensor,
         mdV: cute.Tensor,
         mCounter: cute.Tensor,
+        mZeroed: cute.Tensor,
         mCuQ: Optional[cute.Tensor],
         mCuK: Optional[cute.Tensor],
         mUsedQ: Optional[cute.Tensor],
@@ -284,6 +297,7 @@ class HopperBackward:
         left: Int32,
         right: Int32,
         heads_in_group: Int32,
+        pairs_in_lot: Int32,
         max_ctas: Int32,
         stream: cuda.CUstream,
     ):
@@ -294,16 +308,18 @@ class HopperBackward:
         mStatistics      (2, batch or 1, heads_q, blocks * tile_m) fp32, contiguous, as
                          `kernels.backward_prepare` leaves it; only its LSE is read, with softcap
         mTerms           (2, batch or 1, heads_q, blocks * tile_m * 8) bf16, contiguous, likewise
-        mdQ              (batch or 1, heads_q, blocks, tile_m * head_dim) fp32, contiguous, zeros:
-                         sums of ds k, in the order that `kernels.backward_finish` reads;
-                         head_dim is the schedule's
+        mdQ              (batch or 1, heads_q, blocks, tile_m * head_dim) fp32, contiguous, zeros
+                         in the first `dq_zeros.LOTS_AHEAD` lots: sums of ds k, in the order that
+                         `kernels.backward_finish` reads; head_dim is the schedule's
         mdK, mdV         like mK and mV; written whole, rows of padding with 0
-        mCounter         (1,) int32, 0 before and after: tiles taken beside each CTA's first
+        mCounter         (1,) int32, 0 before and after: tiles taken
+        mZeroed          (lots,) int32, 0 before: see `dq_zeros.Lots`
         mCuQ, mCuK       (batch + 1,) int32 where that side is packed
         mUsedQ, mUsedK   (batch,) int32 where lengths in use are given
         left, right      window bounds, read only by kernels that have them
         heads_in_group   (key head, batch entry) pairs that go through their key tiles together,
                          see `tile_order.locate_tile`
+        pairs_in_lot     (key head, batch entry) pairs whose tiles and sums are next to each other
         max_ctas         each takes tile after tile
         """
         schedule = self.schedule
@@ -340,7 +356,8 @@ class HopperBackward:
             v_barriers: cute.struct.MemRange[cutlass.Int64, 2]
             q_barriers: cute.struct.MemRange[cutlass.Int64, 2 * stages]
             do_barriers: cute.struct.MemRange[cutlass.Int64, 2 * grad_stages]
-            next_tile: cute.struct.MemRange[Int32, 2]
+            next_tile: cute.struct.MemRange[Int32, 4]
+            zeros: cute.struct.Align[cute.struct.MemRange[Float32, ZERO_BYTES // 4], 128]
             halves: cute.struct.Align[cute.struct.MemRange[BFloat16, 64], 128]
             lse: cute.struct.Align[
                 cute.struct.MemRange[BFloat16, stages * tile_m * STATISTIC_TERMS], 128
@@ -374,6 +391,12 @@ class HopperBackward:
             left,
             right,
         )
+        lots = lots_of_heads(
+            mdQ,
+            mZeroed,
+            pairs_in_lot * (call.heads_q // call.heads_kv),
+            pairs_in_lot * num_tiles,
+        )
         self.kernel.set_name_prefix(
             f"fa4_sm90_backward_{self.features.name}_{schedule.name}", keep_mangled_name=False
         )
@@ -386,6 +409,7 @@ class HopperBackward:
             products,
             (sK_layout, sKt_layout, sV_layout, sQ_layout, sQt_layout, sdO_layout, sdOt_layout),
             sdS_layout,
+            lots,
             call,
         ).launch(
             grid=(cutlass.min(self.all_tiles(call), max_ctas), 1, 1),
@@ -437,6 +461,7 @@ class HopperBackward:
         products: Products,
         load_layouts,
         sdS_layout,
+        lots: Lots,
         call: Call,
     ):
         """A CTA: tile after tile of keys, each of one key head of one sequence."""
@@ -467,7 +492,8 @@ class HopperBackward:
             storage.halves.get_tensor(cute.make_layout(((8, 8), (8, 2)), stride=((8, 0), (1, 0)))),
             self.statistics_view(storage.lse, schedule.stages, self.scores_have_lse),
             self.statistics_view(storage.delta, schedule.grad_stages, True),
-            storage.next_tile.get_tensor(cute.make_layout(2)),
+            storage.next_tile.get_tensor(cute.make_layout((2, 2))),
+            storage.zeros.get_tensor(cute.make_layout((4, ZERO_BYTES // 16))),
         )
         warps = 4 * WARPGROUPS
         stages, grad_stages = schedule.stages, schedule.grad_stages
@@ -485,14 +511,23 @@ class HopperBackward:
             half.fill(0.5)
             rows = storage.halves.get_tensor(cute.make_layout((8, 8)))
             cute.autovec_copy(half, rows[None, cute.arch.thread_idx()[0]])
-            cute.arch.fence_proxy("async.shared", space="cta")
+        nothing = cute.make_rmem_tensor(4, Float32)
+        nothing.fill(0.0)
+        for i in cutlass.range_constexpr(ZERO_BYTES // (16 * schedule.threads)):
+            quad = i * schedule.threads + cute.arch.thread_idx()[0]
+            cute.autovec_copy(nothing, shared.zeros[None, quad])
+        cute.arch.fence_proxy("async.shared", space="cta")
+        # The kernel in front does not take tiles: this need not wait for it.
+        if cute.arch.thread_idx()[0] == WARPGROUP:
+            shared.next_tile[0, 1] = self.next_tile(mCounter, call)
+            shared.next_tile[1, 1] = Int32(0)
         pipeline.pipeline_init_arrive(is_relaxed=True)
         pipeline.pipeline_init_wait()
         # Launched before the kernel in front has ended; so may be the one behind, which waits too.
         cute.arch.griddepcontrol_wait()
         cute.arch.griddepcontrol_launch_dependents()
         sources = Sources(loads, statistics, shared, rings)
-        self.attend(products, sources, gradients, mdQ, mCounter, call)
+        self.attend(products, sources, gradients, mdQ, mCounter, lots, call)
 
     def statistics_view(self, field, stages: int, is_terms: bool):
         """The LSE or delta of each stage's rows: (rows, stages) fp32, or as a B operand.
@@ -656,6 +691,7 @@ class HopperBackward:
         gradients: tuple[cute.Tensor, cute.Tensor],
         mdQ: cute.Tensor,
         mCounter: cute.Tensor,
+        lots: Lots,
         call: Call,
     ):
         """A warpgroup: of every tile of the CTA 64 keys, and half of each block's dQ."""
@@ -665,12 +701,16 @@ class HopperBackward:
         shared, rings = sources.shared, sources.rings
         regs = self.fragments(products, shared, wg)
         self.zero_ds(shared, place)
-        num_tiles = self.all_tiles(call)
-        tile_idx = Int32(cute.arch.block_idx()[0])
+        warp_idx = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        tile_idx = cute.arch.make_warp_uniform(shared.next_tile[0, 1])
         tiles, loaded, blocks = Int32(0), Int32(0), Int32(0)
         if wg == 1:
             self.load_first(sources, tile_idx, Progress(tiles, loaded, blocks), call)
-        while tile_idx < num_tiles:
+        while tile_idx < self.all_tiles(call):
+            if warp_idx == ZEROING_WARP:
+                zero_ahead(lots, tile_idx, shared.zeros.iterator)
+            if cute.arch.make_warp_uniform(shared.next_tile[1, (tiles + 1) % 2]) == 0:
+                wait_for_zeros(lots, tile_idx)
             work = self.locate(tile_idx, call)
             total = work.num_blocks
             if const_expr(self.features.has_left_bound):
@@ -689,15 +729,18 @@ class HopperBackward:
                 regs.dk.fill(0.0)
                 regs.dv.fill(0.0)
                 if tidx == WARPGROUP:
-                    shared.next_tile[tiles % 2] = self.next_tile(mCounter, num_tiles)
+                    shared.next_tile[0, tiles % 2] = self.next_tile(mCounter, call)
             if wg == 1:
                 if total > 0:
                     rings.k.consumer_release(of_keys)
                 # One of its threads has written what all read.
                 self.barrier(Barrier.OWN + 1, 1).arrive_and_wait()
-                following = cute.arch.make_warp_uniform(shared.next_tile[tiles % 2])
+                following = cute.arch.make_warp_uniform(shared.next_tile[0, tiles % 2])
                 self.load_first(sources, following, Progress(tiles, loaded, blocks), call)
+                if tidx == WARPGROUP:
+                    shared.next_tile[1, tiles % 2] = Int32(is_zeroed(lots, following))
             # Located again: there are no registers to keep it in.
+            tile_idx = cute.arch.make_warp_uniform(shared.next_tile[0, (tiles + 1) % 2])
             work = self.locate(tile_idx, call)
             dk, dv = gradients
             self.store_gradient(regs.dv, dv, Float32(1.0), place, work)
@@ -709,7 +752,9 @@ class HopperBackward:
                 self.add_dq(mdQ, acc_dq, place, last_block)
                 rings.k.consumer_release(of_keys)
             self.barrier(Barrier.TILE_DONE, WARPGROUPS).arrive_and_wait()
-            tile_idx = cute.arch.make_warp_uniform(shared.next_tile[tiles % 2])
+            if warp_idx == ZEROING_WARP:
+                count_zeroed(lots, tile_idx)
+            tile_idx = cute.arch.make_warp_uniform(shared.next_tile[0, tiles % 2])
             tiles = tiles + 1
 
     def all_tiles(self, call: Call):
@@ -717,12 +762,12 @@ class HopperBackward:
         return call.num_tiles * call.heads_kv * call.num_batches
 
     @cute.jit
-    def next_tile(self, mCounter: cute.Tensor, num_tiles: Int32):
-        """One thread: a tile that no other CTA has taken; past the end if there is none."""
-        following = num_tiles
-        if num_tiles > cute.arch.grid_dim()[0]:
-            following = count_taken(mCounter, num_tiles) + cute.arch.grid_dim()[0]
-        return following
+    def next_tile(self, mCounter: cute.Tensor, call: Call):
+        """One thread: a tile that no other CTA has taken; past the end if there is none.
+
+        The first one is taken, too: CTAs that do not run have none that others might wait for.
+        """
+        return count_taken(mCounter, self.all_tiles(call) + cute.arch.grid_dim()[0])
 
     @cute.jit
     def load_first(self, sources: Sources, tile_idx: Int32, progress: Progress, call: Call):
@@ -893,10 +938,10 @@ class HopperBackward:
         # answered while the last block is at work.
         following = Int32(0)
         if cute.arch.thread_idx()[0] == WARPGROUP:
-            following = self.next_tile(mCounter, self.all_tiles(call))
+            following = self.next_tile(mCounter, call)
         at = self.attend_block(*step, at, end_count - 1, is_last=True)
         if cute.arch.thread_idx()[0] == WARPGROUP:
-            sources.shared.next_tile[progress.tiles % 2] = following
+            sources.shared.next_tile[0, progress.tiles % 2] = following
         return at[-1]
 
     @cute.jit
@@ -1279,7 +1324,9 @@ def compile_backward(
         fake_tensors.rows(dtype, features.packed_k),
         fake_tensors.rows(dtype, features.packed_k),
         fake_tensors.vector(True),
+        fake_tensors.vector(True),
         *fake_tensors.backward_numbers(features),
+        Int32(1),
         Int32(1),
         fake_tensors.stream(),
         options=fake_tensors.options(arch, options),

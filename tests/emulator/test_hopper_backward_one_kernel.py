@@ -20,7 +20,12 @@ from fa4.emulator.device import PreparedRun, prepare
 from fa4.emulator.execute import Options
 from fa4.emulator.mutation import score, sync_instructions
 from fa4.launch import Lengths
-from fa4.pipelines.sm90_backward import FinishSchedule, OneKernelSchedule, PrepareSchedule
+from fa4.pipelines.sm90_backward import (
+    LOTS_AHEAD,
+    FinishSchedule,
+    OneKernelSchedule,
+    PrepareSchedule,
+)
 from fa4.reference_backward import Gradients
 from tests.backward_oracle import Incoming, assert_gradients_match, make_incoming
 from tests.oracle import Case, Inputs, exact_answer, make_inputs, readable_rows
@@ -174,6 +179,43 @@ def test_one_cta_takes_tile_after_tile(case: Case) -> None:
     call = make_call(case)
     assert_right(call, multiprocessors=1, check_races=True, schedule="adversarial", seed=1)
     assert_right(call, multiprocessors=2, check_races=True, schedule="random", seed=2)
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case((40,) * 8, (150,) * 8, 2, 2, causal=True),
+        Case((150,) * 3, (300,) * 3, 4, 2, head_dim=128),
+        Case((90,) * 2, (260,) * 2, 3, 3, head_dim=96, causal=True),
+        Case((200, 0, 1), (1, 300, 130), 10, 5, packed_q=True, packed_k=True, tail_k=200),
+        Case((60, 60), (300, 300), 3, 3, used_q=(33, 0), used_k=(41, 300)),
+        Case((60, 60), (60, 90), 4, 4, packed_k=True),
+    ],
+    ids=str,
+)
+def test_sums_are_zeroed_while_others_are_added_to(case: Case) -> None:
+    """By CTAs that run at the same time: with few multiprocessors the heads make many lots."""
+    call = make_call(case)
+    for multiprocessors, schedule, seed in (
+        (1, "adversarial", 1),
+        (2, "random", 2),
+        (3, "random", 3),
+        (2, "adversarial", 4),
+        (3, "round_robin", 0),
+    ):
+        steps, gradients, _ = backward_steps(
+            call.decision, *call.arguments, multiprocessors=multiprocessors
+        )
+        names = steps[1].names
+        steps[1].arguments[names.index("dq_sums")].fill_(torch.nan)
+        zeroed = steps[1].arguments[names.index("zeroed")]
+        # Where only one side is packed all is zeroed beforehand.
+        assert len(zeroed) > LOTS_AHEAD or case.packed_q != case.packed_k
+        for step in steps:
+            options = Options(schedule, seed, check_races=True, together=multiprocessors)
+            prepare_step(step).execute(options)
+        assert_gradients_match(Gradients(*gradients, None), call.inputs, call.incoming, call.out)
+        assert len(set(zeroed[LOTS_AHEAD:].tolist())) <= 1
 
 
 def test_gradients_of_keys_and_values_do_not_depend_on_how_warps_take_turns() -> None:

@@ -73,6 +73,44 @@ def test_waits_of_limited_time_may_end_too_early_and_kernels_repeat_them(schedul
     assert {answered(schedule, seed, again) for seed in range(20)} == {1}
 
 
+# CTA 0 waits for what CTA 1 stores; each lane of that takes it from shared memory, asynchronously.
+WAIT_FOR_OTHER_CTA = """
+    mov.u32 %r1, %ctaid.x;
+    setp.eq.u32 %p0, %r1, 0;
+    @%p0 bra WAITS;
+    mov.b32 %r2, 7;
+    st.shared.b32 [dynamic], %r2;
+    fence.proxy.async.shared::cta;
+    cp.async.bulk.global.shared::cta.bulk_group [%rd0], [dynamic], 16;
+    cp.async.bulk.commit_group;
+    cp.async.bulk.wait_group 0;
+    red.release.gpu.global.add.s32 [%rd1], 1;
+    ret;
+    WAITS:
+    ld.acquire.gpu.global.s32 %r3, [%rd1];
+    setp.lt.s32 %p1, %r3, 32;
+    @%p1 bra WAITS;
+    ld.global.b32 %r4, [%rd0];
+    st.global.b32 [%rd1+4], %r4;
+"""
+
+
+@pytest.mark.parametrize("schedule", ["round_robin", "random", "adversarial"])
+def test_ctas_that_are_in_flight_together_may_wait_for_each_other(schedule: str) -> None:
+    for seed in range(5):
+        copied, output = np.zeros(4, np.uint32), np.zeros(2, np.int32)
+        run_body(
+            WAIT_FOR_OTHER_CTA,
+            [copied, output],
+            grid=2,
+            schedule=schedule,
+            seed=seed,
+            together=2,
+            check_unwritten=False,
+        )
+        assert output.tolist() == [32, 7]
+
+
 def test_an_unknown_schedule_is_refused() -> None:
     with pytest.raises(ValueError, match="schedule is 'fifo'; allowed are round_robin, random"):
         policy("fifo", 0)

@@ -502,6 +502,22 @@ def test_more_tiles_than_multiprocessors(head_dim):
         check(make_inputs(case, DEVICE))
 
 
+@pytest.mark.parametrize("head_dim", [64, 96, 128])
+def test_sums_of_many_heads_are_zeroed_while_others_are_added_to(head_dim):
+    """More heads than have zeros beforehand, and than run at the same time."""
+    lengths = [300, 0, 130, 700, 1]
+    for case in (
+        Case((300,) * 40, (300,) * 40, 16, 16, head_dim, causal=True),
+        Case((260,) * 30, (150,) * 30, 32, 8, head_dim),
+        replace(packed_case(lengths, heads_q=48, heads_kv=48, head_dim=head_dim), causal=True),
+    ):
+        inputs = make_inputs(case, DEVICE)
+        incoming = make_incoming(inputs, False)
+        for _ in range(3):
+            found, out, _ = differentiate(inputs, incoming)
+            assert_gradients_match(found, inputs, incoming, out)
+
+
 def test_peak_memory_is_linear_in_the_sequence():
     """Nothing of size rows x keys, and no more than the fp32 dQ beside the gradients."""
 
