@@ -12,11 +12,12 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Protocol
 
 from fa4.emulator.errors import Deadlock
 from fa4.emulator.warp import Deferred, Warp
 
+Place = tuple[tuple[int, int, int], int]  # a CTA's position, and a warp of it
 NAMES = ("round_robin", "random", "adversarial")
 _GIVES_UP = 0.9  # probability; less than 1, so that loops around waits come to sleep
 _QUANTUM = 1 << 16  # blocks; no warp spins for ever on what another will store
@@ -41,7 +42,7 @@ class Policy(Protocol):
 
 class _RoundRobin:
     def __init__(self) -> None:
-        self.last: Any = ((-1, -1, -1), -1)
+        self.last: Place = ((-1, -1, -1), -1)
 
     def choose(self, ready: Sequence[Warp]) -> tuple[Warp, int]:
         places = [(warp.cta.position, warp.index) for warp in ready]
@@ -89,7 +90,7 @@ class _Adversarial:
     def __init__(self, seed: int, is_merciful: bool):
         self.random = random.Random(seed)
         self.is_merciful = is_merciful
-        self.priorities: dict[tuple[int, int], float] = {}
+        self.priorities: dict[Place, float] = {}
 
     def choose(self, ready: Sequence[Warp]) -> tuple[Warp, int]:
         warp = max(ready, key=self._priority)
