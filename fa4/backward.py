@@ -164,7 +164,9 @@ def backward_steps(
             device=q.device,
         )
         pairs_in_lot, lots = lots_of_heads(problem, multiprocessors)
-        heads_to_zero = LOTS_AHEAD * pairs_in_lot * (problem.heads_q // problem.heads_kv)
+        heads_to_zero = dq_sums.shape[0] * dq_sums.shape[1]
+        if lots > LOTS_AHEAD:
+            heads_to_zero = LOTS_AHEAD * pairs_in_lot * (problem.heads_q // problem.heads_kv)
         zeroed = torch.empty(lots, dtype=torch.int32, device=q.device)
     dq, dk, dv = (torch.empty_like(t, memory_format=torch.contiguous_format) for t in (q, k, v))
     right = problem.window_right or 0

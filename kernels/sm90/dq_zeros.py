@@ -50,13 +50,18 @@ def lots_of_heads(
 
 @cute.jit
 def zero_ahead(lots: Lots, tile_idx: Int32, zeros: cute.Pointer):
-    """A warp: request a tile's share of zeros. zeros: `ZERO_BYTES` of them, in shared memory."""
+    """A warp: request a tile's share of zeros, if there is a lot to write them for.
+
+    zeros  `ZERO_BYTES` of them, in shared memory
+    """
     tiles = afresh(lots.tiles)
     lot = tile_idx // tiles
     each = (lots.pieces + tiles - 1) // tiles
     share = (tile_idx - lot * tiles) * each
     first = (lot + LOTS_AHEAD) * lots.pieces
     end = cutlass.min(first + cutlass.min(share + each, lots.pieces), lots.all_pieces)
+    if lot + LOTS_AHEAD >= cute.size(lots.counters):
+        end = Int32(0)
     first = cute.arch.make_warp_uniform(first + share)
     end = cute.arch.make_warp_uniform(end)
     for piece in cutlass.range(first, end, 32, unroll=1):

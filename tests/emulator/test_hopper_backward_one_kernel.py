@@ -189,7 +189,10 @@ def test_one_cta_takes_tile_after_tile(case: Case) -> None:
         Case((90,) * 2, (260,) * 2, 3, 3, head_dim=96, causal=True),
         Case((200, 0, 1), (1, 300, 130), 10, 5, packed_q=True, packed_k=True, tail_k=200),
         Case((60, 60), (300, 300), 3, 3, used_q=(33, 0), used_k=(41, 300)),
+        # With one side packed there is one lot, however many heads and batch entries it has.
         Case((60, 60), (60, 90), 4, 4, packed_k=True),
+        Case((40,) * 6, (30, 0, 50, 20, 140, 60), 2, 1, packed_k=True),
+        Case((40, 0, 30, 150, 20, 60), (90,) * 6, 2, 1, packed_q=True),
     ],
     ids=str,
 )
