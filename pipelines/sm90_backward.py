@@ -482,7 +482,7 @@ def one_kernel_schedules(features: BackwardFeatures) -> OneKernelSchedules:
             f"no one-kernel schedule fits head_dim={head_dim}, head_dim_v={head_dim_v}: each must "
             f"be at most {ONE_KERNEL_HEAD_DIM_MAX}"
         )
-    # Measured on an H200, TFLOP/s full/causal at 4k, bf16, all launches: d64 564/499, d128 615/558.
+    # Measured on an H200, TFLOP/s full/causal at 4k, bf16, all launches: d64 572/524, d128 621/582.
     # At d64 blocks of 64 rows were a fifth slower in an earlier loop; softcap in 128 rows spills.
     if (head_dim, head_dim_v) == (64, 64) and features.score == "plain":
         gradients = OneKernelSchedule(64, 64, 2 * ROWS, stages=3, grad_stages=3)
