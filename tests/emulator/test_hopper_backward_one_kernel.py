@@ -221,6 +221,22 @@ def test_sums_are_zeroed_while_others_are_added_to(case: Case) -> None:
         assert len(set(zeroed[LOTS_AHEAD:].tolist())) <= 1
 
 
+@pytest.mark.parametrize("schedule", ["random", "adversarial"])
+def test_nothing_is_added_before_the_zeros_are_there(schedule: str) -> None:
+    """Lots of one tile, as for one multiprocessor, and six CTAs: the lot behind is soon begun."""
+    call = make_call(Case((100,) * 12, (100,) * 12, 1, 1))
+    for seed in range(3):
+        steps, gradients, _ = backward_steps(call.decision, *call.arguments, multiprocessors=1)
+        prepared, gradient_step, finish = steps
+        *arguments, multiprocessors = gradient_step.arguments
+        assert multiprocessors == 1
+        arguments[gradient_step.names.index("dq_sums")].fill_(torch.nan)
+        gradient_step = gradient_step._replace(arguments=(*arguments, 6))
+        for step in (prepared, gradient_step, finish):
+            prepare_step(step).execute(Options(schedule, seed, together=6))
+        assert_gradients_match(Gradients(*gradients, None), call.inputs, call.incoming, call.out)
+
+
 def test_gradients_of_keys_and_values_do_not_depend_on_how_warps_take_turns() -> None:
     """Only dQ is summed up by several CTAs, in an order that may change."""
     call = make_call(Case((200,), (280,), 2, 1, head_dim=128, causal=True))
