@@ -1,12 +1,12 @@
 """Zeros that the sums of dQ begin with, written shortly before they are added to.
 
-Zeros written all at once, before anything is added, would go to memory and come back from there: at
-1k rows a tenth of the time. So only the first `LOTS_AHEAD` lots of heads are zeroed beforehand, by
-`kernels.backward_prepare`. Each tile of a lot zeroes its share of the lot so many further, by bulk
-copies of zeros in shared memory, which take no thread's time, and counts itself when they are done.
-A tile adds nothing before all those of the lot so many in front have been counted. They are tiles
-with lower numbers, which CTAs take in order, and only when they run: every one of them is done or
-at work, and nobody waits in a circle.
+Zeros written all at once, before anything is added, would go to memory and come back from there. So
+only the first `LOTS_AHEAD` lots of heads are zeroed beforehand, by `kernels.backward_prepare`. Each
+tile of a lot zeroes its share of the lot so many further, by bulk copies of zeros in shared memory,
+which take no thread's time, and counts itself when they are done. A tile adds nothing before all
+those of the lot so many in front have been counted. They are tiles with lower numbers, which CTAs
+take in order, and only when they run: every one of them is done or at work, and nobody waits in a
+circle.
 """
 
 from typing import NamedTuple
