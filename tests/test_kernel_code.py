@@ -134,7 +134,13 @@ def test_matrix_products_of_a_block_are_one_instruction_for_each_step_of_16(
         expected = [f"64x{schedule.tile_n}x16"] * qk + [f"64x{schedule.head_dim_v}x16"] * pv
         assert shapes == expected
     # Q K^T of the first block is in front of the loops, P V of the last one behind them.
-    assert kernel.code.count("HGMMA") == (kernel.num_block_loops + 1) * (qk + pv)
+    total = (kernel.num_block_loops + 1) * (qk + pv)
+    if schedule.short_n:
+        # And Q K^T of a short one, whose P V is issued behind Q K^T of a whole one.
+        total += qk + qk + schedule.short_n // 16
+        short = [i for i in kernel.code.instructions if i.is_a(f"HGMMA.64x{schedule.short_n}x16")]
+        assert len(short) >= qk
+    assert kernel.code.count("HGMMA") == total
 
 
 def test_matrix_products_stay_in_flight_until_the_kernel_waits(kernel: Kernel) -> None:
@@ -146,7 +152,8 @@ def test_matrix_products_stay_in_flight_until_the_kernel_waits(kernel: Kernel) -
         # First for Q K^T, with one product still in flight, then for P V.
         depths = [i.operands.split(",")[-1].strip() for i in loop if i.is_a(wait)]
         assert depths == ["0x1", "0x0"]
-    assert kernel.code.count(wait) == 2 * (kernel.num_block_loops + 1)
+    around_short = 3 if kernel.schedule.short_n else 0
+    assert kernel.code.count(wait) == 2 * (kernel.num_block_loops + 1) + around_short
 
 
 def test_scores_take_one_exponential_each(kernel: Kernel) -> None:
@@ -154,12 +161,15 @@ def test_scores_take_one_exponential_each(kernel: Kernel) -> None:
 
     Softcap takes another one for its tanh, a sink two a row.
     """
-    each = kernel.schedule.tile_n // 2 * (2 if kernel.features.score == "softcap" else 1)
+    schedule = kernel.schedule
+    of_score = 2 if kernel.features.score == "softcap" else 1
+    each = schedule.tile_n // 2 * of_score
     for loop in kernel.block_loops:
         assert sass.count(loop, "MUFU.EX2") == each + 2
     loops = kernel.num_block_loops
     sinks = 0 if kernel.features.sink_dtype is None else 4
-    assert kernel.code.count("MUFU.EX2") == (loops + 1) * each + 2 * loops + sinks
+    around_short = each + 2 + schedule.short_n // 2 * of_score if schedule.short_n else 0
+    assert kernel.code.count("MUFU.EX2") == (loops + 1) * each + 2 * loops + sinks + around_short
 
 
 def test_registers_move_between_the_roles_as_scheduled(kernel: Kernel) -> None:

@@ -18,6 +18,7 @@ class KeyRange(NamedTuple):
     clear_first    the blocks [clear_first, clear_end) are seen whole by every row; the others
     clear_end      need a mask. Every row that sees a key sees one behind clear_end * tile_n, or
                    in the last block: it has a running maximum before it meets a clear block
+    seen           keys from this one on are seen by no row of the tile
     """
 
     origin: Int32
@@ -27,6 +28,7 @@ class KeyRange(NamedTuple):
     end: Int32
     clear_first: Int32
     clear_end: Int32
+    seen: Int32
 
 
 @cute.jit
@@ -75,4 +77,4 @@ def key_range(
     first = cutlass.min(first, end)
     clear_end = cutlass.max(cutlass.min(cutlass.max(clear_keys, 0) // tile_n, end), first)
     clear_first = cutlass.min(cutlass.max(clear_first, first), clear_end)
-    return KeyRange(origin, length, diagonal, first, end, clear_first, clear_end)
+    return KeyRange(origin, length, diagonal, first, end, clear_first, clear_end, seen_end)

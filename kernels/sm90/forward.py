@@ -20,13 +20,15 @@ Shared memory (sizes in elements of q's type; `ForwardSchedule.smem_bytes`)
 
 Hand-offs
   messages  `Mailbox`: what to do next. Load is one tile ahead
-  q    stage = warpgroup. Filled by load; released by the warpgroup after its last score
+  q    stage = warpgroup. Filled by load; released by the warpgroup behind Q K of its last block,
+       so that the next tile's rows arrive while that one's softmax, P V and output are at work
   k,v  filled by load in the order K(n), then K(n-1), V(n), K(n-2), V(n-1) ...; released by every
        warp of every warpgroup as soon as the matmul that reads it is done
   o    where it leaves through V's buffers, load asks for the next tile's first V when the copies
        have read them
 
-Causal: each warpgroup goes through the blocks that its own rows see, and lets the others go by.
+Causal: each warpgroup goes through the blocks that its own rows see, and lets the others go by. Of
+its last one it may see half or less: then it multiplies no more of it (`ForwardSchedule.short_n`).
 
 Blocks are visited from the last to the first, so that the masked ones (sequence end, diagonal)
 come first and the loop over whole blocks carries no mask code. The masked ones find the rows'
@@ -185,6 +187,13 @@ class Mailbox(NamedTuple):
     o_stored: cute.Pointer
 
 
+def first_rows(stages: cute.Tensor, rows: int):
+    """The first rows of each of (rows, dim, stages), whose rows lie in groups of eight."""
+    (group, _), *others = stages.layout.shape
+    layout = cute.make_layout(((group, rows // group), *others), stride=stages.layout.stride)
+    return cute.make_tensor(stages.iterator, layout)
+
+
 @cute.jit
 def lowest_bit(word: Int32):
     """Index of the lowest bit that is set."""
@@ -199,10 +208,22 @@ class Rings(NamedTuple):
     v: pipeline.PipelineTmaAsync
 
 
+class Products(NamedTuple):
+    """The tiled MMAs of one warpgroup: 64 rows of scores, of a short block's, and of output.
+
+    qk_short is None where the schedule has no shorter blocks.
+    """
+
+    qk: cute.TiledMma
+    qk_short: Optional[cute.TiledMma]
+    pv: cute.TiledMma
+
+
 class Fragments(NamedTuple):
     """What a consumer warpgroup multiplies and keeps in registers.
 
     q, k, v                      shared-memory operands: (MMA, M or N, K[, stages])
+    k_short                      the first keys of each stage of k, None without short blocks
     scores, out                  fp32 accumulators of q k^T and P V
     probabilities                scores in 16 bits, the A operand of P V
     row_max, row_sum, rescale    (2,) statistics of this thread's two rows
@@ -210,6 +231,7 @@ class Fragments(NamedTuple):
 
     q: cute.Tensor
     k: cute.Tensor
+    k_short: Optional[cute.Tensor]
     v: cute.Tensor
     scores: cute.Tensor
     out: cute.Tensor
@@ -308,16 +330,6 @@ class HopperForward:
         v_tma = tma_copy(load, v, self.k_is_ragged, sV_layout, (tile_n, head_dim_v))
         o_tma = tma_copy(store, o, self.q_is_ragged, sO_layout, (ROWS, head_dim_v))
 
-        # One warpgroup's share: 64 rows of scores, then 64 rows of output.
-        mma_qk = sm90.make_trivial_tiled_mma(
-            self.dtype,
-            self.dtype,
-            OperandMajorMode.K,
-            OperandMajorMode.K,
-            Float32,
-            atom_layout_mnk=(1, 1, 1),
-            tiler_mn=(ROWS, tile_n),
-        )
         mma_pv = sm90.make_trivial_tiled_mma(
             self.dtype,
             self.dtype,
@@ -328,6 +340,10 @@ class HopperForward:
             tiler_mn=(ROWS, head_dim_v),
             a_source=warpgroup.OperandSource.RMEM,
         )
+        mma_qk_short = None
+        if const_expr(schedule.short_n):
+            mma_qk_short = self.score_product(schedule.short_n)
+        mmas = Products(self.score_product(tile_n), mma_qk_short, mma_pv)
 
         o_elements = 0 if schedule.o_shares_v else warpgroups * ROWS * head_dim_v
 
@@ -382,14 +398,25 @@ class HopperForward:
             global_view.modes_reversed(mLSE),
             mSink,
             mCounter,
-            mma_qk,
-            mma_pv,
+            mmas,
             (sQ_layout, sK_layout, sV_layout, sVt_layout, sO_layout),
             call,
         ).launch(
             grid=(cutlass.min(num_tiles, max_ctas), 1, 1),
             block=(schedule.threads, 1, 1),
             stream=stream,
+        )
+
+    def score_product(self, keys: int) -> cute.TiledMma:
+        """q k^T of a warpgroup's rows and so many keys."""
+        return sm90.make_trivial_tiled_mma(
+            self.dtype,
+            self.dtype,
+            OperandMajorMode.K,
+            OperandMajorMode.K,
+            Float32,
+            atom_layout_mnk=(1, 1, 1),
+            tiler_mn=(ROWS, keys),
         )
 
     # -------------------------------------------------------------- device side
@@ -403,8 +430,7 @@ class HopperForward:
         mLSE: cute.Tensor,
         mSink: Optional[cute.Tensor],
         mCounter: cute.Tensor,
-        mma_qk: cute.TiledMma,
-        mma_pv: cute.TiledMma,
+        mmas: Products,
         layouts,
         call: Call,
     ):
@@ -457,7 +483,7 @@ class HopperForward:
                 self.load(q_tma, k_tma, v_tma, mCounter, sQ, sK, sV, rings, box, call)
         else:
             cute.arch.setmaxregister_increase(schedule.consumer_registers)
-            self.attend(mma_qk, mma_pv, o_tma, mLSE, mSink, sQ, sK, sVt, sO, rings, box, call)
+            self.attend(mmas, o_tma, mLSE, mSink, sQ, sK, sVt, sO, rings, box, call)
 
     def with_slabs(self, layout: cute.Layout, slab: int):
         """(rows, dim, warpgroups) with the warpgroups' slabs ``slab`` elements apart."""
@@ -730,8 +756,7 @@ class HopperForward:
     @cute.jit
     def attend(
         self,
-        mma_qk: cute.TiledMma,
-        mma_pv: cute.TiledMma,
+        mmas: Products,
         o_tma: Tma,
         mLSE: cute.Tensor,
         mSink: Optional[cute.Tensor],
@@ -754,13 +779,17 @@ class HopperForward:
         thread = tidx % WARPGROUP
 
         # Descriptors are a warpgroup's, not a thread's.
-        qk, pv = mma_qk.get_slice(0), mma_pv.get_slice(0)
-        scores = cute.make_rmem_tensor(mma_qk.partition_shape_C((ROWS, schedule.tile_n)), Float32)
-        out = cute.make_rmem_tensor(mma_pv.partition_shape_C((ROWS, schedule.head_dim_v)), Float32)
+        pv = mmas.pv.get_slice(0)
+        scores = self.score_registers(mmas.qk, schedule.tile_n)
+        out = cute.make_rmem_tensor(mmas.pv.partition_shape_C((ROWS, schedule.head_dim_v)), Float32)
+        k_short = None
+        if const_expr(schedule.short_n):
+            k_short = self.key_operand(mmas.qk_short, first_rows(sK, schedule.short_n))
         regs = Fragments(
-            mma_qk.make_fragment_A(qk.partition_A(sQ[None, None, wg])),
-            mma_qk.make_fragment_B(qk.partition_B(sK)),
-            mma_pv.make_fragment_B(pv.partition_B(sVt)),
+            mmas.qk.make_fragment_A(mmas.qk.get_slice(0).partition_A(sQ[None, None, wg])),
+            self.key_operand(mmas.qk, sK),
+            k_short,
+            mmas.pv.make_fragment_B(pv.partition_B(sVt)),
             scores,
             out,
             cute.make_rmem_tensor_like(scores, self.dtype),
@@ -789,7 +818,6 @@ class HopperForward:
                 place = Place(wg, thread, row, thread % 4 * 2)
                 q_state = pipeline.PipelineState(warpgroups, tiles_read, wg, tiles_read & 1)
                 rings.q.consumer_wait(q_state)
-                regs.out.fill(0.0)
                 regs.row_max.fill(-Float32.inf)
                 regs.row_sum.fill(0.0)
                 # Blocks of the tile that other warpgroups see and this one does not.
@@ -804,8 +832,7 @@ class HopperForward:
                     if const_expr(self.features.has_right_bound):
                         blocks_read = self.pass_blocks(rings, place, blocks_read, before, before)
                     blocks_read = self.attend_keys(
-                        mma_qk,
-                        mma_pv,
+                        mmas,
                         regs,
                         rings,
                         place,
@@ -815,23 +842,33 @@ class HopperForward:
                         call,
                         blocks_read,
                         tiles_read if sees_last else Int32(0),
+                        q_state,
                     )
                     if const_expr(self.features.has_left_bound):
                         blocks_read = self.pass_blocks(rings, place, blocks_read, after, after)
                 else:
+                    regs.out.fill(0.0)
                     blocks_read = self.pass_blocks(rings, place, blocks_read, blocks, blocks - 1)
-                rings.q.consumer_release(q_state)
+                    rings.q.consumer_release(q_state)
                 self.normalise(mLSE, mSink, regs, place, message, call)
                 rounded = cute.make_rmem_tensor_like(regs.out, self.dtype)
                 accumulator.round_into(rounded, regs.out)
                 if not is_repeat:
                     self.mark_overflow(regs.row_sum, rounded, message.what, box)
-                self.store_output(mma_pv, o_tma, rounded, sO, place, message, call)
+                self.store_output(mmas.pv, o_tma, rounded, sO, place, message, call)
                 tiles_read = tiles_read + 1
             messages_read = messages_read + 1
             message = self.receive(box, messages_read, call)
         # Shared memory has to outlive the copies that read it.
         cute.arch.cp_async_bulk_wait_group(0, read=True)
+
+    def score_registers(self, mma_qk: cute.TiledMma, keys: int):
+        """Accumulator of a warpgroup's scores of so many keys."""
+        return cute.make_rmem_tensor(mma_qk.partition_shape_C((ROWS, keys)), Float32)
+
+    def key_operand(self, mma_qk: cute.TiledMma, sK: cute.Tensor):
+        """sK as the B operand of q k^T."""
+        return mma_qk.make_fragment_B(mma_qk.get_slice(0).partition_B(sK))
 
     @cute.jit
     def pass_blocks(
@@ -854,7 +891,7 @@ class HopperForward:
     def give_back_values(self, box: Mailbox, place: Place, tiles_read: Int32):
         """Tell load that the O of the tile before has left the buffers of V, once it has."""
         if const_expr(self.schedule.o_shares_v):
-            if (place.thread // 32 == 0) & (tiles_read > 0):
+            if (cute.arch.make_warp_uniform(place.thread // 32) == 0) & (tiles_read > 0):
                 with cute.arch.elect_one():
                     cute.arch.cp_async_bulk_wait_group(0, read=True)
                     cute.arch.mbarrier_arrive(box.o_stored)
@@ -866,8 +903,7 @@ class HopperForward:
     @cute.jit
     def attend_keys(
         self,
-        mma_qk: cute.TiledMma,
-        mma_pv: cute.TiledMma,
+        mmas: Products,
         regs: Fragments,
         rings: Rings,
         place: Place,
@@ -877,6 +913,7 @@ class HopperForward:
         call: Call,
         blocks_read: Int32,
         tiles_stored: Int32,
+        q_state: pipeline.PipelineState,
     ):
         """The key blocks that this warpgroup's rows see, last to first.
 
@@ -891,32 +928,43 @@ class HopperForward:
         """
         schedule, features = self.schedule, self.features
 
-        # Descriptors of buffers are made in uniform registers only of what is known to be uniform.
-        blocks_read = cute.arch.make_warp_uniform(blocks_read)
-        # The first block has nothing to overlap with.
-        k_state = stage_at(blocks_read, schedule.stages, False)
-        rings.k.consumer_wait(k_state)
-        matmul(mma_qk, regs.scores, regs.q, regs.k[None, None, None, k_state.index], False)
-        self.give_back_values(box, place, tiles_stored)
-        warpgroup.wait_group(0)
-        rings.k.consumer_release(k_state)
-        self.softmax(regs, place, keys, call, keys.end - 1, is_first=True, is_masked=True)
-        accumulator.round_into(regs.probabilities, regs.scores)
-
-        # What is left, in the order of visiting: [clear_end, rest) masked by the right bound,
-        # [clear_first, clear_end) whole, [first, clear_first) masked by the left bound. A tile
-        # that is repeated goes through all of it as if masked.
+        # The blocks in the order of visiting: the last one, [clear_end, last) masked by the right
+        # bound, [clear_first, clear_end) whole, [first, clear_first) masked by the left bound. A
+        # tile that is repeated goes through all of it as if masked.
         last = keys.end - 1
         clear_end = cutlass.min(keys.clear_end, last)
         if is_repeat:
             clear_end = keys.first
         clear_first = cutlass.min(keys.clear_first, clear_end)
-        step = (mma_qk, mma_pv, regs, rings, place, keys, call)
-        # Else the numbers are worked out again at the end of every block.
+        # Descriptors of buffers are made in uniform registers only of what is known to be uniform.
         uniform = cute.arch.make_warp_uniform
-        for i in cutlass.range(uniform(last - clear_end), unroll=1):
-            self.block_step(*step, last - 1 - i, blocks_read + i, is_masked=True)
-        blocks_read = blocks_read + (last - clear_end)
+        blocks_read = uniform(blocks_read)
+        k_state = stage_at(blocks_read, schedule.stages, False)
+        rings.k.consumer_wait(k_state)
+        step = (mmas, rings, place, keys, call, q_state)
+        first = (*step[1:], k_state, box, tiles_stored)
+        masked = (step, first, regs, blocks_read, last, clear_end)
+        if const_expr(schedule.short_n):
+            # P V of a short block is issued behind Q K of a whole one, which there has to be.
+            is_short = keys.seen - last * schedule.tile_n <= schedule.short_n
+            if is_short & (clear_first < clear_end) & (clear_end == last):
+                scores = self.score_registers(mmas.qk_short, schedule.short_n)
+                p = cute.make_rmem_tensor_like(scores, self.dtype)
+                short = regs._replace(scores=scores, probabilities=p)
+                k = regs.k_short[None, None, None, k_state.index]
+                self.first_block(mmas.qk_short, k, short, *first)
+                clear_end = clear_end - 1
+                self.block_step(
+                    *step, regs, p, clear_end, blocks_read, is_masked=False, accumulates=False
+                )
+                blocks_read = blocks_read + 1
+            else:
+                blocks_read = self.masked_blocks(*masked)
+        else:
+            blocks_read = self.masked_blocks(*masked)
+
+        blocks_read = uniform(blocks_read)
+        step = (*step, regs, regs.probabilities)
         for i in cutlass.range(uniform(clear_end - clear_first), unroll=1):
             self.block_step(*step, clear_end - 1 - i, blocks_read + i, is_masked=False)
         blocks_read = blocks_read + (clear_end - clear_first)
@@ -928,46 +976,98 @@ class HopperForward:
         v_state = stage_at(blocks_read, schedule.stages, False)
         rings.v.consumer_wait(v_state)
         p = accumulator.as_operand_a(regs.probabilities)
-        matmul(mma_pv, regs.out, p, regs.v[None, None, None, v_state.index], True)
+        matmul(mmas.pv, regs.out, p, regs.v[None, None, None, v_state.index], True)
         warpgroup.wait_group(0)
         rings.v.consumer_release(v_state)
         return blocks_read + 1
 
     @cute.jit
-    def block_step(
+    def masked_blocks(
+        self, step, first, regs: Fragments, blocks_read: Int32, last: Int32, clear_end: Int32
+    ):
+        """The last block, and the blocks [clear_end, last) that the right bound masks.
+
+        step, first  what `block_step` and `first_block` have as their first and last arguments
+        Returns the ring position of block ``clear_end``.
+        """
+        mmas = step[0]
+        stage = stage_at(blocks_read, self.schedule.stages, False).index
+        k = regs.k[None, None, None, stage]
+        regs.out.fill(0.0)
+        self.first_block(mmas.qk, k, regs, *first)
+        step = (*step, regs, regs.probabilities)
+        # Else the number is worked out again at the end of every block.
+        for i in cutlass.range(cute.arch.make_warp_uniform(last - clear_end), unroll=1):
+            self.block_step(*step, last - 1 - i, blocks_read + i, is_masked=True)
+        return blocks_read + (last - clear_end)
+
+    @cute.jit
+    def first_block(
         self,
         mma_qk: cute.TiledMma,
-        mma_pv: cute.TiledMma,
+        k: cute.Tensor,
         regs: Fragments,
         rings: Rings,
         place: Place,
         keys: KeyRange,
         call: Call,
+        q_state: pipeline.PipelineState,
+        k_state: pipeline.PipelineState,
+        box: Mailbox,
+        tiles_stored: Int32,
+    ):
+        """Scores and probabilities of the keys ``k`` of the last block, with nothing underneath."""
+        matmul(mma_qk, regs.scores, regs.q, k, False)
+        self.give_back_values(box, place, tiles_stored)
+        warpgroup.wait_group(0)
+        rings.k.consumer_release(k_state)
+        if keys.first == keys.end - 1:
+            rings.q.consumer_release(q_state)
+        self.softmax(regs, place, keys, call, keys.end - 1, is_first=True, is_masked=True)
+        accumulator.round_into(regs.probabilities, regs.scores)
+
+    @cute.jit
+    def block_step(
+        self,
+        mmas: Products,
+        rings: Rings,
+        place: Place,
+        keys: KeyRange,
+        call: Call,
+        q_state: pipeline.PipelineState,
+        regs: Fragments,
+        before: cute.Tensor,
         n_block: Int32,
         blocks_read: Int32,
         is_masked: cutlass.Constexpr[bool],
+        accumulates: cutlass.Constexpr[bool] = True,
     ):
         """Scores and softmax of block ``n_block``, with P V of the block before it underneath.
 
-        blocks_read  ring position of the block before; its probabilities are in registers
+        before       probabilities of the block before
+        blocks_read  its ring position
+        accumulates  whether its P V is added to the output, or sets it
         """
         schedule = self.schedule
         k_state = stage_at(blocks_read + 1, schedule.stages, False)
         v_state = stage_at(blocks_read, schedule.stages, False)
-        p = accumulator.as_operand_a(regs.probabilities)
+        p = accumulator.as_operand_a(before)
         # Both at once: each look at a barrier takes some fifty cycles to answer.
         k_arrived = rings.k.consumer_try_wait(k_state)
         v_arrived = rings.v.consumer_try_wait(v_state)
         rings.k.consumer_wait(k_state, k_arrived)
         if const_expr(schedule.takes_turns):
             self.turn(place.warpgroup).arrive_and_wait()
-        matmul(mma_qk, regs.scores, regs.q, regs.k[None, None, None, k_state.index], False)
+        matmul(mmas.qk, regs.scores, regs.q, regs.k[None, None, None, k_state.index], False)
         rings.v.consumer_wait(v_state, v_arrived)
-        matmul(mma_pv, regs.out, p, regs.v[None, None, None, v_state.index], True)
+        matmul(mmas.pv, regs.out, p, regs.v[None, None, None, v_state.index], accumulates)
         if const_expr(schedule.takes_turns):
             self.turn((place.warpgroup + 1) % schedule.consumer_warpgroups).arrive()
         warpgroup.wait_group(1)
         rings.k.consumer_release(k_state)
+        if n_block == keys.first:
+            # The next tile's rows may come while this one's last block is worked on.
+            rings.q.consumer_release(q_state)
         if const_expr(is_masked):
             self.softmax(regs, place, keys, call, n_block, is_first=False, is_masked=True)
             warpgroup.wait_group(0)
