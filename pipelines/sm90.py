@@ -79,6 +79,7 @@ class ForwardSchedule:
             f"{self.consumer_warpgroups} consumer warpgroups of {self.consumer_registers} "
             f"registers, producer {self.producer_registers}, "
             f"{'turns between warpgroups, ' if self.takes_turns else ''}"
+            f"{f'short last blocks of {self.short_n} keys, ' if self.short_n else ''}"
             f"{self.smem_bytes // 1024} KiB shared memory"
         )
 

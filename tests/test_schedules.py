@@ -195,6 +195,8 @@ def test_dtype_and_sink_do_not_change_the_schedule() -> None:
         ({"tile_n": 24}, "tile_n=24 is not a multiple of 16 from 16 to 256"),
         ({"tile_n": 0}, "tile_n=0 is not a multiple of 16 from 16 to 256"),
         ({"tile_n": 272}, "tile_n=272 is not a multiple of 16 from 16 to 256"),
+        ({"short_n": 24}, "short_n=24 is not a multiple of 16 below tile_n"),
+        ({"short_n": 128}, "short_n=128 is not a multiple of 16 below tile_n"),
         ({"stages": 1}, "stages=1 is below 2"),
         ({"consumer_registers": 236}, "consumer_registers=236 is not a multiple of 8"),
         ({"consumer_registers": 248}, "consumer_registers=248 is not a multiple of 8"),
@@ -271,8 +273,9 @@ def test_description_says_what_the_schedule_does() -> None:
         "query tile 128, key block 128, 2 K/V stages, 2 consumer warpgroups of 240 registers, "
         "producer 24, turns between warpgroups, 193 KiB shared memory"
     )
-    other = dataclasses.replace(GOOD, takes_turns=False)
+    other = dataclasses.replace(GOOD, takes_turns=False, short_n=64)
     assert "turns" not in other.description
+    assert "short last blocks of 64 keys" in other.description
 
 
 def test_name_tells_schedules_of_one_kernel_apart() -> None:

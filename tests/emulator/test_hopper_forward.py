@@ -4,12 +4,17 @@ The cases are the smallest that reach each part of the kernel: partial tiles, se
 and ring wraps, masks, lengths, several tiles a CTA. Errors are budgeted by `tests.oracle`.
 """
 
+import dataclasses
+from typing import Any
+
 import pytest
 import torch
 
 import fa4
+from fa4.dispatch import Decision
 from fa4.emulator import emulate_forward
 from fa4.launch import Lengths
+from fa4.pipelines.sm90 import ForwardSchedule
 from tests.oracle import Case, Inputs, assert_matches, bits, guarded, make_inputs, padding_rows
 
 CASES = [
@@ -28,16 +33,25 @@ CASES = [
 ]
 
 
-def emulate(
-    inputs: Inputs, out: torch.Tensor | None = None, **options
-) -> tuple[torch.Tensor, torch.Tensor]:
-    decision = fa4.explain(
+def decide(inputs: Inputs) -> Decision:
+    return fa4.explain(
         inputs.q, inputs.k, inputs.v, **inputs.lengths, **inputs.options, arch="sm_90a"
     )
+
+
+def run(
+    decision: Decision, inputs: Inputs, out: torch.Tensor | None = None, **options: Any
+) -> tuple[torch.Tensor, torch.Tensor]:
     lengths = Lengths(**inputs.lengths)
     return emulate_forward(
         decision, inputs.q, inputs.k, inputs.v, lengths, inputs.sink, out, True, **options
     )
+
+
+def emulate(
+    inputs: Inputs, out: torch.Tensor | None = None, **options: Any
+) -> tuple[torch.Tensor, torch.Tensor]:
+    return run(decide(inputs), inputs, out, **options)
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
@@ -68,6 +82,35 @@ def test_no_race_is_found(case: Case) -> None:
     inputs = make_inputs(case)
     out, lse = emulate(inputs, check_races=True, multiprocessors=1)
     assert_matches(out, lse, inputs)
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case((200,), (200,), 1, 1, causal=True),  # every second slab of rows sees half a block
+        Case((130,), (210,), 1, 1, causal=True),  # 82 keys of the last block, then 18
+        Case((70,), (192,), 2, 1, head_dim=96, causal=True),  # exactly half a block
+        Case((128,), (256,), 1, 1, head_dim=192, head_dim_v=128, causal=True),
+        Case((150,), (400,), 1, 1, window_size=(300, 0)),  # a left bound on the other side
+        Case((40, 100), (170, 130), 1, 1, packed_q=True, packed_k=True, causal=True),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("order", ["round_robin", "adversarial"])
+def test_short_last_blocks_give_the_bits_of_whole_ones(case: Case, order: str) -> None:
+    inputs = make_inputs(case)
+    decision = decide(inputs)
+    assert decision.kernel is not None
+    schedule = decision.kernel.schedule
+    assert isinstance(schedule, ForwardSchedule)
+    assert schedule.short_n > 0
+    options = {"schedule": order, "check_races": True, "multiprocessors": 1}
+    out, lse = run(decision, inputs, **options)
+    assert_matches(out, lse, inputs)
+    kernel = dataclasses.replace(decision.kernel, schedule=dataclasses.replace(schedule, short_n=0))
+    other, other_lse = run(dataclasses.replace(decision, kernel=kernel), inputs, **options)
+    assert torch.equal(bits(other), bits(out))
+    assert torch.equal(bits(other_lse), bits(lse))
 
 
 def test_result_does_not_depend_on_the_number_of_multiprocessors() -> None:
