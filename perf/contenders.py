@@ -26,6 +26,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 import fa4
 from fa4.versions import fa4_version, installed_version
 from perf.cases import SEED, Case, Inputs
+from perf.reading import PIECE_BYTES, reading_kernel
 from perf.timing import Call
 
 OPERATIONS = ("forward", "backward", "varlen", "decode")
@@ -139,6 +140,30 @@ class FlashAttention4:
             causal=True,
             num_splits=0,
         )
+
+
+class Fa4Reading:
+    """As many bytes as a decoding step reads, by a kernel that does nothing else: the limit."""
+
+    name = "fa4-reading"
+
+    def __init__(self) -> None:
+        self.version = fa4_version()
+
+    def decode(self, case: Case, inputs: Inputs) -> Call:
+        if inputs.k.data_ptr() == inputs.v.data_ptr():
+            raise NotImplementedError("reads keys and values apart")
+        device = torch.cuda.get_device_properties()
+        kernel = reading_kernel(f"sm_{device.major}{device.minor}a")
+        k, v = inputs.k.view(-1), inputs.v.view(-1)
+        pieces = case.kv_bytes // 2 // PIECE_BYTES
+        done = inputs.q.new_zeros(1)
+
+        def read() -> Tensor:
+            kernel(k, v, pieces, device.multi_processor_count)
+            return done  # nothing is worked out
+
+        return read
 
 
 class FlashAttention3:
@@ -531,6 +556,7 @@ def _flash_attention_3() -> Any:
 CONTENDERS: dict[str, Any] = {
     "fa4": Fa4,
     "fa4-deterministic": Fa4Deterministic,
+    "fa4-reading": Fa4Reading,
     "flash-attn-4": FlashAttention4,
     "flash-attn-3": _flash_attention_3,
     "cudnn-sdpa": functools.partial(Sdpa, "cudnn-sdpa", SDPBackend.CUDNN_ATTENTION),
