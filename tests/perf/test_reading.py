@@ -20,7 +20,7 @@ def test_both_tensors_are_read_to_their_ends_and_no_farther(pieces: int, ctas: i
     # Copies have to end before their CTA does, and buffers to be free before they are filled.
     run(spec, flat(pieces), flat(pieces), pieces, ctas, check_races=True)
     for x, y in ((flat(pieces, 8), flat(pieces)), (flat(pieces), flat(pieces, 8))):
-        with pytest.raises(EmulationError, match="cp.async.bulk"):
+        with pytest.raises(EmulationError, match=r"cp\.async\.bulk"):
             run(spec, x, y, pieces, ctas)
 
 
