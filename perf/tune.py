@@ -34,7 +34,7 @@ from fa4.dispatch import features_of
 from fa4.kernels.features import ForwardFeatures
 from fa4.launch import ForwardLaunch, Lengths
 from fa4.pipelines import sm90_tuned
-from fa4.pipelines.sm90 import ForwardSchedule, forward_rule
+from fa4.pipelines.sm90 import ForwardSchedule, forward_rule, half_block
 from perf import records
 from perf.cases import Case, dense, input_bytes, make_inputs, mix, problem_of
 from perf.command import differences_from_first, need_gpu
@@ -69,6 +69,7 @@ def tiles(rule: ForwardSchedule) -> list[ForwardSchedule]:
                 tile_n=tile_n,
                 stages=stages,
                 o_shares_v=o_shares_v,
+                short_n=half_block(tile_n) if rule.short_n else 0,
                 consumer_registers=consumer,
                 producer_registers=producer,
             )
@@ -87,6 +88,7 @@ def rank(schedule: ForwardSchedule) -> tuple[float, ...]:
 def other_choices(schedule: ForwardSchedule) -> list[ForwardSchedule]:
     """The schedule with one choice changed that is not about the tile: stages, yes or no."""
     changes: list[dict[str, Any]] = [{"stages": stages} for stages in STAGES]
+    changes.append({"short_n": 0 if schedule.short_n else half_block(schedule.tile_n)})
     for field in dataclasses.fields(schedule):
         value = getattr(schedule, field.name)
         if isinstance(value, bool):
@@ -142,6 +144,7 @@ def describe(schedule: ForwardSchedule) -> str:
     parts = [schedule.name]
     parts += ["o_shares_v"] if schedule.o_shares_v else []
     parts += [] if schedule.takes_turns else ["no_turns"]
+    parts += [f"short{schedule.short_n}"] if schedule.short_n else []
     return "_".join(parts)
 
 

@@ -121,6 +121,11 @@ class ForwardSchedule:
             raise ValueError(f"{self}: " + "; ".join(problems))
 
 
+def half_block(tile_n: int) -> int:
+    """Half the keys of a block, in k-steps of 16: `ForwardSchedule.short_n` where that pays."""
+    return tile_n // 32 * 16
+
+
 def forward_schedule(features: ForwardFeatures) -> ForwardSchedule:
     """The forward schedule for what a kernel must be able to do: measured, else by rule."""
     winner = sm90_tuned.winner(features)
@@ -158,7 +163,7 @@ def forward_rule(features: ForwardFeatures) -> ForwardSchedule:
                         producer_registers=producer,
                         o_shares_v=o_shares_v,
                         takes_turns=head_dim_v <= 128,
-                        short_n=tile_n // 32 * 16 if has_short_blocks else 0,
+                        short_n=half_block(tile_n) if has_short_blocks else 0,
                     )
                 except ValueError:
                     continue  # over a budget: try the next smaller one

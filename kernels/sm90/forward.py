@@ -923,8 +923,8 @@ class HopperForward:
         a softmax starts. Leaves the unnormalised output and the row statistics in registers.
 
         How much of a softmax runs beside its own warpgroup's P V is up to ptxas, which may wait
-        for P V first; the matmuls of the other warpgroup run beside it in any case. Pinning the
-        order made no measurable difference (docs/results/notes.md).
+        for P V first; the matmuls of the other warpgroup run beside it in any case. What that is
+        worth, and that it cannot simply be pinned, is in docs/results/notes.md.
         """
         schedule, features = self.schedule, self.features
 

@@ -47,6 +47,10 @@ def test_tiles_are_all_that_fit_once_each_and_never_the_rule() -> None:
     assert (by_size[128, 176].stages, by_size[128, 176].o_shares_v) == (2, True)
     assert found == sorted(found, key=tune.rank)
     assert tune.tiles(RULE) == found
+    # Short last blocks are halves of the tile's own, if the rule has them.
+    assert {each.short_n for each in found} == {0}
+    with_short = tune.tiles(dataclasses.replace(RULE, short_n=64))
+    assert {(each.tile_n, each.short_n) for each in with_short} >= {(64, 32), (80, 32), (176, 80)}
 
 
 def test_other_choices_change_one_thing() -> None:
@@ -61,6 +65,7 @@ def test_other_choices_change_one_thing() -> None:
     names = [tune.describe(other) for other in tune.other_choices(RULE)]
     assert "m128n128s2_no_turns" in names
     assert "m128n128s2_o_shares_v" in names
+    assert "m128n128s2_short64" in names
     assert len(set(names)) == len(names)
 
 
